@@ -1,0 +1,219 @@
+"""Texts for calibration and for held-out evaluation, counted in tokens.
+
+Two sources need no data of one's own: summaries of Wikipedia articles (a package, see `download`) and the topics of Python's own
+documentation (`pydoc_data`). The articles are split by a hash of their title, so calibration and held-out text never share one, on any
+machine. Both sources are ordered by that hash too: their own order is by subject, and the first few thousand tokens would be all about one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from oscar_jax import download
+
+Encode = Callable[[str], Sequence[int]]
+"""A tokenizer without special tokens: text in, token ids out."""
+
+Split = Literal["calibration", "heldout"]
+
+_SEPARATOR = "\n\n"
+_HELDOUT_SIXTEENTHS = 4
+# Three parts of prose to one of technical text and code, the mixture the recipes were chosen on.
+_PROSE_SHARE = 0.75
+# A prefix of this many characters a token is tokenized first; a text with longer tokens is tokenized whole.
+_CHARACTERS_PER_TOKEN = 16
+_CUT_MARGIN = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenText:
+    """Token ids and where they come from.
+
+    Attributes:
+      tokens: int32 [n].
+      sha256: hash of the ids as little-endian int32, hexadecimal: the identity of the text as the model saw it.
+      description: sources and their token counts, for people.
+    """
+
+    tokens: np.ndarray
+    sha256: str
+    description: str
+
+    @classmethod
+    def of(cls, tokens: Sequence[int] | np.ndarray, description: str) -> TokenText:
+        ids = np.asarray(tokens, dtype="<i4")
+        return cls(tokens=ids, sha256=hashlib.sha256(ids.tobytes()).hexdigest(), description=description)
+
+
+def wiki_summaries(split: Split, path: str | os.PathLike[str] | None = None) -> list[str]:
+    """Articles of one split, each `title\\n\\nsummary`, in the order of their title's sha256.
+
+    Args:
+      split: "calibration" (three quarters of the articles) or "heldout" (the rest).
+      path: the JSON file `{title: {"extract": text, ...}}`; fetched if None.
+
+    Raises:
+      ValueError: unknown split.
+      OSError: the file had to be fetched and could not be (see `download.fetch`).
+    """
+    if split not in ("calibration", "heldout"):
+        raise ValueError(f"split: {split!r} is unknown; it is 'calibration' or 'heldout'")
+    file = Path(path) if path is not None else download.fetch("wiki-summaries")
+    articles = json.loads(file.read_text(encoding="utf-8"))
+    chosen = [title for title in articles if _is_heldout(title) == (split == "heldout")]
+    return [f"{title}{_SEPARATOR}{articles[title]['extract'].strip()}" for title in sorted(chosen, key=_digest)]
+
+
+def python_topics() -> list[str]:
+    """The topics of Python's `help()`, prose with code, in the order of their name's sha256. They differ between Python versions."""
+    from pydoc_data.topics import topics
+
+    return [topics[name].strip() for name in sorted(topics, key=_digest)]
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """A text file.
+
+    Raises:
+      FileNotFoundError: nothing there.
+      ValueError: a folder, an empty file, or not UTF-8 (the message names the first bad byte).
+    """
+    file = Path(path)
+    if not file.exists():
+        raise FileNotFoundError(f"text: {file} does not exist; give a UTF-8 text file")
+    if file.is_dir():
+        raise ValueError(f"text: {file} is a folder; give a UTF-8 text file")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        bad = error.object[error.start]
+        raise ValueError(
+            f"text: {file} is not UTF-8 (byte 0x{bad:02x} at position {error.start}); convert it, for example with iconv"
+        ) from None
+    if not text.strip():
+        raise ValueError(f"text: {file} is empty; give a file with some text")
+    return text
+
+
+def take(texts: Iterable[str], encode: Encode, tokens: int) -> np.ndarray:
+    """The first `tokens` ids of the texts joined by blank lines, int32; fewer if the texts end before. Reads no more than it needs."""
+    ids: list[int] = []
+    for text in texts:
+        if len(ids) >= tokens:
+            break
+        ids.extend(encode(text + _SEPARATOR))
+    return np.asarray(ids[:tokens], dtype=np.int32)
+
+
+def encode_span(text: str, encode: Encode, *, offset: int = 0, tokens: int) -> np.ndarray:
+    """Ids `[offset, offset + tokens)` of one text, int32; fewer if it ends before.
+
+    A long text is tokenized only as far as needed. Tokens near the cut could differ from those of the whole text, so some more are made
+    and dropped.
+    """
+    end = offset + tokens
+    reach = _CHARACTERS_PER_TOKEN * (end + _CUT_MARGIN)
+    ids = encode(text[:reach])
+    if reach < len(text) and len(ids) < end + _CUT_MARGIN:
+        ids = encode(text)
+    return np.asarray(ids[offset:end], dtype=np.int32)
+
+
+def calibration_text(
+    encode: Encode, tokens: int, *, files: Sequence[str | os.PathLike[str]] = (), wiki_path: Path | None = None
+) -> TokenText:
+    """Text to calibrate on: the given files in equal parts, else three parts of Wikipedia summaries to one of Python topics.
+
+    Args:
+      encode: the model's tokenizer, without special tokens.
+      tokens: budget; the result is shorter only where the sources are.
+      files: text files; a file too short for its part leaves the rest to those after it.
+      wiki_path: the summaries' file if not in the cache.
+
+    Raises:
+      ValueError: `tokens` below 1, or a file that is empty or not UTF-8.
+      FileNotFoundError: a file is missing.
+    """
+    _check_budget(tokens)
+    if files:
+        parts = [(str(file), _part_of_file(read_text(file), encode)) for file in files]
+        shares = [1 / len(parts)] * len(parts)
+    else:
+        parts = [
+            ("Wikipedia summaries", lambda count: take(wiki_summaries("calibration", wiki_path), encode, count)),
+            ("Python topics", lambda count: take(python_topics(), encode, count)),
+        ]
+        shares = [_PROSE_SHARE, 1 - _PROSE_SHARE]
+    pieces, notes, left = [], [], tokens
+    for i, (label, part) in enumerate(parts):
+        piece = part(round(left * shares[i] / sum(shares[i:])))
+        left -= len(piece)
+        pieces.append(piece)
+        notes.append(f"{len(piece)} tokens of {label}")
+    return TokenText.of(np.concatenate(pieces), " + ".join(notes))
+
+
+def heldout_text(
+    encode: Encode,
+    tokens: int,
+    *,
+    file: str | os.PathLike[str] | None = None,
+    offset: int = 0,
+    minimum: int = 1,
+    wiki_path: Path | None = None,
+) -> TokenText:
+    """Text to evaluate on: ids `[offset, offset + tokens)` of a file, else of the held-out Wikipedia summaries.
+
+    Args:
+      encode: the model's tokenizer, without special tokens.
+      tokens: how many to return; fewer if the text ends before.
+      file: a text file instead of the summaries.
+      offset: tokens to pass over.
+      minimum: the fewest that are of use, for example one window.
+      wiki_path: the summaries' file if not in the cache.
+
+    Raises:
+      ValueError: `tokens` below 1, `offset` below 0, fewer than `minimum` tokens, or a file that is empty or not UTF-8.
+      FileNotFoundError: the file is missing.
+    """
+    _check_budget(tokens)
+    if offset < 0:
+        raise ValueError(f"offset: got {offset}, expected 0 or more tokens")
+    if file is not None:
+        label, ids = str(file), encode_span(read_text(file), encode, offset=offset, tokens=tokens)
+    else:
+        label = "held-out Wikipedia summaries"
+        ids = take(wiki_summaries("heldout", wiki_path), encode, offset + tokens)[offset:]
+    if len(ids) < minimum:
+        raise ValueError(
+            f"text: {label} has {len(ids)} tokens from token {offset} on, {minimum} are needed for one window; "
+            "give a longer text or a shorter window"
+        )
+    start = f" from token {offset}" if offset else ""
+    return TokenText.of(ids, f"{len(ids)} tokens of {label}{start}")
+
+
+def _part_of_file(text: str, encode: Encode) -> Callable[[int], np.ndarray]:
+    return lambda count: encode_span(text, encode, tokens=count)
+
+
+def _check_budget(tokens: int) -> None:
+    if tokens < 1:
+        raise ValueError(f"tokens: got {tokens}, expected at least 1")
+
+
+def _digest(title: str) -> bytes:
+    return hashlib.sha256(title.encode("utf-8")).digest()
+
+
+def _is_heldout(title: str) -> bool:
+    # The last digit decides, since the order is by the first ones: neither split favours a range of the order.
+    return _digest(title)[-1] % 16 < _HELDOUT_SIXTEENTHS
