@@ -1,0 +1,420 @@
+"""The stored artifact: one recipe's `TransformCodes` for one model, and a manifest that says what they are.
+
+An artifact is a directory under Orbax's `CheckpointManager` (one kept step, items `arrays` and `manifest`). Orbax
+writes a step beside the old one and renames it, so a kill at any moment leaves the old artifact, none, or the complete new
+one; what an interrupted save left is removed by the next. Several recipes are several directories. Arrays are stored
+whole, from the host, so the number of devices at saving does not matter at loading, and loading never executes anything
+from the files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from pallas_kernels.rope import Rotary
+from pallas_kernels.transform_code import TransformCode, TransformCodes
+
+FORMAT_VERSION = 1
+PACKAGES = ("oscar-jax", "jax", "jaxlib", "numpy", "orbax-checkpoint", "flax", "transformers")
+SIDES = ("key", "value")
+UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of every directory Orbax has not committed yet
+
+Placement = jax.sharding.Sharding | Callable[[str], jax.sharding.Sharding | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelIdentity:
+    """Which model: a name for people, its architecture, and hex sha256 of its config and of its tokenizer.
+
+    The hashes decide: two models are the same when both are equal.
+    """
+
+    model_id: str
+    architecture: str
+    config_hash: str
+    tokenizer_hash: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TextIdentity:
+    """Which calibration text: a description for people, hex sha256 of its UTF-8 bytes, and the tokens used."""
+
+    description: str
+    sha256: str
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayRecord:
+    """What one stored array must be: shape, dtype name, and hex sha256 of its C-order little-endian bytes."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
+class SideRecord:
+    """The static part of a `TransformCode`, N, and its arrays by leaf name."""
+
+    kind: str
+    clip: str
+    clip_ratio: float
+    slots: int
+    arrays: dict[str, ArrayRecord]
+
+
+@dataclasses.dataclass(frozen=True)
+class CodesRecord:
+    """The static part of `TransformCodes`; `rotary` keeps its frequencies exactly, as hexadecimal floats."""
+
+    rotary: Rotary | None
+    bucket: int | None
+    scale_dtype: str
+    key: SideRecord
+    value: SideRecord
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What an artifact says about itself.
+
+    The first fields are the caller's; those from `codes` on are recorded by `save`.
+
+    Attributes:
+        recipe: name of the recipe.
+        model, text: None where unknown (imported rotations).
+        value_metric: metric of V's error, "output-projection" (group mean of W_o W_o^T), "identity", or "none".
+        statistics_sink, statistics_recent: S and W, tokens, of the history pairs in the statistics; None without any.
+        max_position: positions that the query statistics cover, tokens; None if they do not depend on it.
+        covered_positions: distinct bucket-relative positions seen in calibration; None if not counted.
+        layer_ids: the model's layer of each layer of the codes; `()` means 0 .. L-1.
+        codes: static parts, shapes, dtypes and hashes of what is stored.
+        created: UTC time, ISO 8601.
+        packages: versions that wrote it.
+        format_version: of this layout.
+    """
+
+    recipe: str
+    model: ModelIdentity | None = None
+    text: TextIdentity | None = None
+    value_metric: str = "none"
+    statistics_sink: int | None = None
+    statistics_recent: int | None = None
+    max_position: int | None = None
+    covered_positions: int | None = None
+    layer_ids: tuple[int, ...] = ()
+    codes: CodesRecord | None = None
+    created: str = ""
+    packages: dict[str, str] = dataclasses.field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+    def to_json(self) -> dict[str, Any]:
+        """A tree of dicts, lists, strings and numbers from which `from_json` makes an equal manifest."""
+        tree = dataclasses.asdict(self)
+        if self.codes is not None and self.codes.rotary is not None:
+            frequencies = self.codes.rotary.inverse_frequencies
+            tree["codes"]["rotary"]["inverse_frequencies"] = [float(f).hex() for f in frequencies]
+        return json.loads(json.dumps(tree))
+
+    @classmethod
+    def from_json(cls, tree: Any) -> Manifest:
+        """Inverse of `to_json`.
+
+        Raises:
+            ValueError: another format version, or fields missing, unknown or malformed.
+        """
+        version = tree.get("format_version") if isinstance(tree, dict) else None
+        if version != FORMAT_VERSION:
+            raise ValueError(
+                f"format_version {version!r:.20} is unknown, this oscar-jax reads {FORMAT_VERSION}; "
+                "update oscar-jax or calibrate again."
+            )
+        try:
+            tree = dict(tree)
+            tree["model"] = tree["model"] and ModelIdentity(**tree["model"])
+            tree["text"] = tree["text"] and TextIdentity(**tree["text"])
+            tree["layer_ids"] = tuple(tree["layer_ids"])
+            tree["codes"] = tree["codes"] and _codes_record(tree["codes"])
+            return cls(**tree)
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            raise ValueError(f"the manifest is malformed ({error}); calibrate again.") from None
+
+
+def _codes_record(tree: dict[str, Any]) -> CodesRecord:
+    sides = {}
+    for side in SIDES:
+        arrays = {name: ArrayRecord(**record) for name, record in tree[side]["arrays"].items()}
+        arrays = {name: dataclasses.replace(record, shape=tuple(record.shape)) for name, record in arrays.items()}
+        sides[side] = SideRecord(**(tree[side] | {"arrays": arrays}))
+    rotary = None
+    if tree["rotary"] is not None:
+        frequencies = tuple(float.fromhex(f) for f in tree["rotary"]["inverse_frequencies"])
+        rotary = Rotary(**(tree["rotary"] | {"inverse_frequencies": frequencies}))
+    rest = {name: value for name, value in tree.items() if name not in (*SIDES, "rotary")}
+    return CodesRecord(rotary=rotary, **sides, **rest)
+
+
+def save(path: str | os.PathLike[str], codes: TransformCodes, manifest: Manifest) -> Manifest:
+    """Writes an artifact, replacing the one at `path` if there is one; returns the manifest as stored.
+
+    Args:
+        path: the artifact's directory; made if missing.
+        codes: arrays on any devices, in any sharding.
+        manifest: the caller's fields.
+
+    Raises:
+        ValueError: codes that fail the loading checks (zero or non-finite scales too), layer ids that do not fit.
+        OSError: the disk is full or `path` cannot be written; the old artifact, if any, is untouched.
+    """
+    path = Path(path).absolute()
+    codes.check()
+    if manifest.layer_ids and len(manifest.layer_ids) != codes.layers:
+        raise ValueError(
+            f"layer_ids has {len(manifest.layer_ids)} ids, the codes {codes.layers} layers; give one each."
+        )
+    arrays = {side: _little_endian(getattr(codes, side).arrays()) for side in SIDES}
+    manifest = dataclasses.replace(
+        manifest,
+        codes=CodesRecord(
+            rotary=codes.rotary,
+            bucket=codes.bucket,
+            scale_dtype=codes.scale_dtype,
+            key=_side_record(codes.key, arrays["key"]),
+            value=_side_record(codes.value, arrays["value"]),
+        ),
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        packages=_versions(),
+        format_version=FORMAT_VERSION,
+    )
+    existed = path.exists()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        _discard_unfinished(path)
+        _require_space(path, sum(array.nbytes for side in arrays.values() for array in side.values()))
+        with _manager(path) as manager:
+            latest = manager.latest_step()
+            manager.save(
+                0 if latest is None else latest + 1,
+                args=ocp.args.Composite(
+                    arrays=ocp.args.StandardSave(arrays), manifest=ocp.args.JsonSave(_sealed(manifest.to_json()))
+                ),
+            )
+    # Orbax and TensorStore report a failed write as OSError, ValueError or their own classes, by version.
+    except Exception as error:
+        _discard_unfinished(path)
+        if not existed and path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else _first_line(error)
+        raise OSError(f"artifact {path}: cannot be written ({reason}); free space or choose another path.") from error
+    return manifest
+
+
+def load(
+    path: str | os.PathLike[str], *, model: ModelIdentity | None = None, sharding: Placement | None = None
+) -> tuple[TransformCodes, Manifest]:
+    """Reads an artifact, verifies all of it, and places it.
+
+    Args:
+        path: the artifact's directory.
+        model: the model it is to serve; compared by both hashes unless the artifact records no model.
+        sharding: where the arrays go, whatever they were saved from. None: the default device. A `Sharding`: all of
+            them. A callable: the sharding of each leaf path ("key/mu", "value/decode", ...), None for the default device.
+
+    Raises:
+        ValueError: one sentence naming the path, for a missing or incomplete artifact, another format version, another
+            model, arrays that differ from the manifest in name, shape, dtype or bytes, and codes that fail the loading
+            checks.
+    """
+    path = Path(path).absolute()
+    manifest = read_manifest(path)
+    if model is not None and manifest.model is not None:
+        _require_same_model(path, manifest.model, model)
+    record = manifest.codes
+    if record is None:
+        raise ValueError(f"artifact {path}: the manifest describes no codes; calibrate again.")
+    try:
+        arrays = _restore(path, record)
+        sides = {side: _code(getattr(record, side), arrays[side]) for side in SIDES}
+        codes = TransformCodes(**sides, rotary=record.rotary, bucket=record.bucket, scale_dtype=record.scale_dtype)
+        codes.check()
+    except ValueError as error:
+        raise ValueError(f"artifact {path}: {error}") from None
+    return _place(codes, sharding), manifest
+
+
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """The manifest alone; raises ValueError as `load` does for what can be told from it."""
+    path = Path(path).absolute()
+    if not path.is_dir():
+        raise ValueError(f"artifact {path}: no such directory; make it with `oscar-jax calibrate --out {path}`.")
+    with _manager(path) as manager:
+        step = manager.latest_step()
+        if step is None:
+            raise ValueError(
+                f"artifact {path}: nothing complete in it; make it with `oscar-jax calibrate --out {path}`."
+            )
+        try:
+            sealed = manager.restore(step, args=ocp.args.Composite(manifest=ocp.args.JsonRestore()))["manifest"]
+        except Exception as error:
+            raise ValueError(f"artifact {path}: unreadable manifest ({_first_line(error)}); calibrate again.") from None
+    try:
+        return Manifest.from_json(_unsealed(sealed))
+    except ValueError as error:
+        raise ValueError(f"artifact {path}: {error}") from None
+
+
+def _manager(path: Path) -> ocp.CheckpointManager:
+    return ocp.CheckpointManager(
+        path,
+        options=ocp.CheckpointManagerOptions(max_to_keep=1, create=False, enable_async_checkpointing=False),
+        item_handlers={"arrays": ocp.StandardCheckpointHandler(), "manifest": ocp.JsonCheckpointHandler()},
+    )
+
+
+def _restore(path: Path, record: CodesRecord) -> dict[str, dict[str, np.ndarray]]:
+    """The arrays on the host, equal to the record in name, shape, dtype and hash."""
+    expected = {f"{side}/{name}": array for side in SIDES for name, array in getattr(record, side).arrays.items()}
+    with _manager(path) as manager:
+        step = manager.latest_step()
+        try:
+            metadata = manager.item_metadata(step)["arrays"]
+            stored = {f"{side}/{name}": leaf for side, leaves in metadata.items() for name, leaf in leaves.items()}
+        except Exception as error:
+            raise ValueError(f"the arrays' metadata cannot be read ({_first_line(error)}); calibrate again.") from None
+        if stored.keys() != expected.keys():
+            raise ValueError(
+                f"arrays {sorted(stored.keys() ^ expected.keys())} are in the files or the manifest but not in both; "
+                "calibrate again."
+            )
+        # Orbax silently casts to the dtype it is asked for, so what it holds is compared before anything is restored.
+        for name, array in expected.items():
+            _require_like(f"{name} in the files", stored[name], array)
+        target = {
+            side: {name: np.empty(array.shape, array.dtype) for name, array in getattr(record, side).arrays.items()}
+            for side in SIDES
+        }
+        try:
+            arrays = manager.restore(step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(target)))["arrays"]
+        except Exception as error:
+            raise ValueError(f"the arrays cannot be read ({_first_line(error)}); calibrate again.") from None
+    for name, array in expected.items():
+        side, leaf = name.split("/")
+        _require_like(f"{name} as read", arrays[side][leaf], array)
+        if _sha256(arrays[side][leaf]) != array.sha256:
+            raise ValueError(f"{name} is not as it was saved (sha256); restore the files or calibrate again.")
+    return arrays
+
+
+def _require_like(what: str, array: Any, record: ArrayRecord) -> None:
+    if tuple(array.shape) != record.shape or np.dtype(array.dtype).name != record.dtype:
+        raise ValueError(
+            f"{what} is {np.dtype(array.dtype).name}{list(array.shape)}, "
+            f"the manifest says {record.dtype}{list(record.shape)}; calibrate again."
+        )
+
+
+def _require_same_model(path: Path, stored: ModelIdentity, model: ModelIdentity) -> None:
+    if (stored.config_hash, stored.tokenizer_hash) != (model.config_hash, model.tokenizer_hash):
+        what = "config" if stored.config_hash != model.config_hash else "tokenizer"
+        raise ValueError(
+            f"artifact {path}: calibrated for {_describe(stored)}, the model is {_describe(model)}, and their {what} "
+            "differs; calibrate this model or load its own artifact."
+        )
+
+
+def _describe(model: ModelIdentity) -> str:
+    return f"{model.model_id} (config {model.config_hash[:12]}, tokenizer {model.tokenizer_hash[:12]})"
+
+
+def _side_record(code: TransformCode, arrays: dict[str, np.ndarray]) -> SideRecord:
+    records = {name: ArrayRecord(array.shape, array.dtype.name, _sha256(array)) for name, array in arrays.items()}
+    return SideRecord(code.kind, code.clip, code.clip_ratio, code.slots, records)
+
+
+def _code(record: SideRecord, arrays: dict[str, Any]) -> TransformCode:
+    if (record.clip == "static") != ("clip_threshold" in arrays):
+        raise ValueError(f"clip {record.clip!r:.20} does not fit the stored arrays; calibrate again.")
+    return TransformCode.from_arrays(
+        arrays,
+        kind=record.kind,  # type: ignore[arg-type]
+        clip=record.clip,  # type: ignore[arg-type]
+        clip_ratio=record.clip_ratio,
+    )
+
+
+def _place(codes: TransformCodes, sharding: Placement | None) -> TransformCodes:
+    def place(key: tuple[Any, ...], leaf: Any) -> jax.Array:
+        name = jax.tree_util.keystr(key, simple=True, separator="/")
+        target = sharding(name) if callable(sharding) else sharding
+        try:
+            return jax.device_put(leaf, target)
+        except ValueError as error:
+            raise ValueError(
+                f"sharding: {name} {list(leaf.shape)} does not fit {target} ({_first_line(error)})."
+            ) from None
+
+    return jax.tree_util.tree_map_with_path(place, codes)
+
+
+def _sealed(tree: dict[str, Any]) -> dict[str, Any]:
+    return {"manifest": tree, "sha256": _json_sha256(tree)}
+
+
+def _unsealed(sealed: Any) -> Any:
+    if not isinstance(sealed, dict) or _json_sha256(sealed.get("manifest")) != sealed.get("sha256"):
+        raise ValueError("the manifest is not as it was saved (sha256); restore the files or calibrate again.")
+    return sealed["manifest"]
+
+
+def _json_sha256(tree: Any) -> str:
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(array: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
+
+
+def _little_endian(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: np.ascontiguousarray(array, array.dtype.newbyteorder("<")) for name, array in arrays.items()}
+
+
+def _require_space(path: Path, array_bytes: int) -> None:
+    """The old artifact stays until the new one is complete, so the new one needs room of its own."""
+    needed, free = array_bytes + (1 << 16), shutil.disk_usage(path).free
+    if needed > free:
+        raise OSError(f"disk full, {needed} bytes needed, {free} free")
+
+
+def _discard_unfinished(path: Path) -> None:
+    for leftover in path.glob(f"*{UNFINISHED}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:200]
