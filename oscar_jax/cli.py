@@ -1,7 +1,7 @@
 """The `oscar-jax` command: arguments here, work in the module of each subcommand, which is imported only when it runs.
 
-Exit codes: 0 done, 1 failed while running, 2 wrong usage or input, 130 interrupted. An expected error is one sentence on stderr; with
-`--json` the last line of stdout is one JSON object, and everything else goes to stderr.
+Exit codes: 0 done, 1 failed while running, 2 wrong usage or input, 130 interrupted. An expected error is one sentence
+on stderr; with `--json` the last line of stdout is one JSON object, and everything else goes to stderr.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-_INPUT_ERRORS = (ValueError, NotImplementedError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
+_INPUT_ERRORS = (
+    ValueError,
+    NotImplementedError,
+    FileNotFoundError,
+    FileExistsError,
+    IsADirectoryError,
+    NotADirectoryError,
+)
 _DISK_FULL = "No space left on device"
 _MODEL = "smollm2-135m"
 _HANDLERS = {
@@ -45,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\noscar-jax: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of our output has gone (`| head`): nothing to say, and the interpreter must not flush into the pipe at exit.
+        # The reader of our output has gone (`| head`): nothing to say, and the interpreter must not flush into the pipe
+        # at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (*_INPUT_ERRORS, OSError) as error:
@@ -95,7 +103,9 @@ def _add_demo(commands: Any) -> None:
     demo = commands.add_parser("demo", help="a real small model, end to end: calibrate, decode in 2 bits, what it cost")
     _add_model(demo)
     demo.add_argument("--text", metavar="FILE", help="held-out text (default: Wikipedia summaries, other articles)")
-    demo.add_argument("--out", metavar="DIR", default="demo-out", help="report, picture and artifact (default: %(default)s)")
+    demo.add_argument(
+        "--out", metavar="DIR", default="demo-out", help="report, picture and artifact (default: %(default)s)"
+    )
     demo.add_argument(
         "--recipes",
         action=_Names,
@@ -104,11 +114,17 @@ def _add_demo(commands: Any) -> None:
         help="arms beside bf16 (default: naive,hadamard,oscar-reference,default)",
     )
     demo.add_argument("--calibration-tokens", type=_positive, default=8192, metavar="N", help="default: %(default)s")
-    demo.add_argument("--windows", type=_positive, default=2, metavar="N", help="held-out windows (default: %(default)s)")
-    demo.add_argument("--sequence", type=_positive, default=2048, metavar="N", help="tokens a window (default: %(default)s)")
+    demo.add_argument(
+        "--windows", type=_positive, default=2, metavar="N", help="held-out windows (default: %(default)s)"
+    )
+    demo.add_argument(
+        "--sequence", type=_positive, default=2048, metavar="N", help="tokens a window (default: %(default)s)"
+    )
     _add_tiers(demo)
     demo.add_argument("--prompt", metavar="TEXT", help="answered with both caches (default: a question on a long text)")
-    demo.add_argument("--max-tokens", type=_positive, default=64, metavar="N", help="tokens of that answer (default: %(default)s)")
+    demo.add_argument(
+        "--max-tokens", type=_positive, default=64, metavar="N", help="tokens of that answer (default: %(default)s)"
+    )
     _add_json(demo)
 
 
@@ -116,10 +132,18 @@ def _add_calibrate(commands: Any) -> None:
     calibrate = commands.add_parser("calibrate", help="measure a model's attention on text and write an artifact")
     _add_model(calibrate)
     calibrate.add_argument(
-        "--out", metavar="DIR", required=True, help="the artifact; with several recipes a folder with one artifact for each"
+        "--out",
+        metavar="DIR",
+        required=True,
+        help="the artifact; with several recipes a folder with one artifact for each",
     )
     calibrate.add_argument(
-        "--recipe", "--recipes", action=_Names, default=["default"], metavar="A,B", help="may be repeated (default: default)"
+        "--recipe",
+        "--recipes",
+        action=_Names,
+        default=["default"],
+        metavar="A,B",
+        help="may be repeated (default: default)",
     )
     calibrate.add_argument(
         "--text",
@@ -130,11 +154,19 @@ def _add_calibrate(commands: Any) -> None:
     )
     calibrate.add_argument("--tokens", type=_positive, default=65536, metavar="N", help="default: %(default)s")
     calibrate.add_argument(
-        "--sequence", type=_positive, metavar="N", help="tokens a sequence (default: bucket + sink + recent, if the context allows)"
+        "--sequence",
+        type=_positive,
+        metavar="N",
+        help="tokens a sequence (default: bucket + sink + recent, if the context allows)",
     )
-    calibrate.add_argument("--bucket", type=_positive, default=2048, metavar="N", help="positions a bucket (default: %(default)s)")
     calibrate.add_argument(
-        "--max-position", type=_positive, metavar="N", help="longest position to be served (default: the model's context)"
+        "--bucket", type=_positive, default=2048, metavar="N", help="positions a bucket (default: %(default)s)"
+    )
+    calibrate.add_argument(
+        "--max-position",
+        type=_positive,
+        metavar="N",
+        help="longest position to be served (default: the model's context)",
     )
     calibrate.add_argument(
         "--value-metric",
@@ -157,7 +189,10 @@ def _add_generate(commands: Any) -> None:
     generate.add_argument("--artifact", metavar="DIR", help="from calibrate (default: none, a plain cache)")
     generate.add_argument("--prompt", metavar="TEXT", help="default: standard input")
     generate.add_argument(
-        "--chat", action=argparse.BooleanOptionalAction, default=None, help="apply the chat template (default: if there is one)"
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="apply the chat template (default: if there is one)",
     )
     generate.add_argument("--max-tokens", type=_positive, default=256, metavar="N", help="default: %(default)s")
     generate.add_argument(
@@ -166,23 +201,39 @@ def _add_generate(commands: Any) -> None:
     generate.add_argument("--top-k", type=_non_negative, default=0, metavar="N", help="0 is all (default: %(default)s)")
     generate.add_argument("--top-p", type=_share, default=1.0, metavar="P", help="default: %(default)s")
     generate.add_argument("--seed", type=_non_negative, default=0, metavar="N", help="default: %(default)s")
-    generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end at this text; may be repeated")
+    generate.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end at this text; may be repeated"
+    )
     _add_tiers(generate)
     _add_json(generate)
 
 
 def _add_evaluate(commands: Any) -> None:
-    evaluate = commands.add_parser("evaluate", help="KL, perplexity and agreement of 2-bit caches against the plain one")
+    evaluate = commands.add_parser(
+        "evaluate", help="KL, perplexity and agreement of 2-bit caches against the plain one"
+    )
     _add_model(evaluate)
-    evaluate.add_argument("--recipes", "--recipe", action=_Names, default=[], metavar="A,B", help="calibrated here; bf16 is always run")
-    evaluate.add_argument("--artifact", action="append", default=[], metavar="DIR", help="already calibrated; may be repeated")
-    evaluate.add_argument("--calibrate-on", metavar="FILE", help="default: Wikipedia summaries and Python's documentation")
-    evaluate.add_argument("--calibration-tokens", type=_positive, default=65536, metavar="N", help="default: %(default)s")
+    evaluate.add_argument(
+        "--recipes", "--recipe", action=_Names, default=[], metavar="A,B", help="calibrated here; bf16 is always run"
+    )
+    evaluate.add_argument(
+        "--artifact", action="append", default=[], metavar="DIR", help="already calibrated; may be repeated"
+    )
+    evaluate.add_argument(
+        "--calibrate-on", metavar="FILE", help="default: Wikipedia summaries and Python's documentation"
+    )
+    evaluate.add_argument(
+        "--calibration-tokens", type=_positive, default=65536, metavar="N", help="default: %(default)s"
+    )
     evaluate.add_argument("--calibration-sequence", type=_positive, metavar="N", help="tokens a calibration sequence")
     evaluate.add_argument("--text", metavar="FILE", help="held-out text (default: Wikipedia summaries, other articles)")
     evaluate.add_argument("--tokens", type=_positive, default=4096, metavar="N", help="default: %(default)s")
-    evaluate.add_argument("--offset", type=_non_negative, default=0, metavar="N", help="tokens passed over (default: %(default)s)")
-    evaluate.add_argument("--sequence", type=_positive, default=2048, metavar="N", help="tokens a window (default: %(default)s)")
+    evaluate.add_argument(
+        "--offset", type=_non_negative, default=0, metavar="N", help="tokens passed over (default: %(default)s)"
+    )
+    evaluate.add_argument(
+        "--sequence", type=_positive, default=2048, metavar="N", help="tokens a window (default: %(default)s)"
+    )
     _add_tiers(evaluate)
     evaluate.add_argument("--max-position", type=_positive, metavar="N", help="default: the model's context")
     _add_json(evaluate)
@@ -204,13 +255,20 @@ def _add_convert(commands: Any) -> None:
 
 def _add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--model", metavar="NAME|DIR|GGUF", default=_MODEL, help="a known name, a Hugging Face folder or a GGUF file (default: %(default)s)"
+        "--model",
+        metavar="NAME|DIR|GGUF",
+        default=_MODEL,
+        help="a known name, a Hugging Face folder or a GGUF file (default: %(default)s)",
     )
 
 
 def _add_tiers(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--sink", type=_non_negative, default=64, metavar="S", help="first tokens kept plain (default: %(default)s)")
-    command.add_argument("--recent", type=_positive, default=256, metavar="W", help="last tokens kept plain (default: %(default)s)")
+    command.add_argument(
+        "--sink", type=_non_negative, default=64, metavar="S", help="first tokens kept plain (default: %(default)s)"
+    )
+    command.add_argument(
+        "--recent", type=_positive, default=256, metavar="W", help="last tokens kept plain (default: %(default)s)"
+    )
 
 
 def _add_json(command: argparse.ArgumentParser) -> None:
@@ -226,9 +284,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Names(argparse.Action):
-    """A list given as `a,b`, by repeating the option, or both; what is given replaces the default, a repeated name counts once."""
+    """A list given as `a,b`, by repeating the option, or both, each name once; what is given replaces the default."""
 
-    def __call__(self, parser, namespace, values, option_string=None):  # noqa: ARG002 (argparse's signature)
+    def __call__(self, parser, namespace, values, option_string=None):
         names = [name.strip() for name in str(values).split(",") if name.strip()]
         if not names:
             raise argparse.ArgumentError(self, f"expected names separated by commas, got {values!r}")
@@ -238,7 +296,7 @@ class _Names(argparse.Action):
 
 
 class _Version(argparse.Action):
-    def __call__(self, parser, namespace, values, option_string=None):  # noqa: ARG002 (argparse's signature)
+    def __call__(self, parser, namespace, values, option_string=None):
         from importlib.metadata import PackageNotFoundError, version
 
         try:

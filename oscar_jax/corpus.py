@@ -1,8 +1,9 @@
 """Texts for calibration and for held-out evaluation, counted in tokens.
 
-Two sources need no data of one's own: summaries of Wikipedia articles (a package, see `download`) and the topics of Python's own
-documentation (`pydoc_data`). The articles are split by a hash of their title, so calibration and held-out text never share one, on any
-machine. Both sources are ordered by that hash too: their own order is by subject, and the first few thousand tokens would be all about one.
+Two sources need no data of one's own: summaries of Wikipedia articles (a package, see `download`) and the topics of
+Python's own documentation (`pydoc_data`). The articles are split by a hash of their title, so calibration and held-out
+text never share one, on any machine. Both sources are ordered by that hash too: their own order is by subject, and the
+first few thousand tokens would be all about one.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def wiki_summaries(split: Split, path: str | os.PathLike[str] | None = None) -> 
 
 
 def python_topics() -> list[str]:
-    """The topics of Python's `help()`, prose with code, in the order of their name's sha256. They differ between Python versions."""
+    """The topics of Python's `help()`, prose with code, by their name's sha256; other Pythons have other texts."""
     from pydoc_data.topics import topics
 
     return [topics[name].strip() for name in sorted(topics, key=_digest)]
@@ -96,7 +97,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
     except UnicodeDecodeError as error:
         bad = error.object[error.start]
         raise ValueError(
-            f"text: {file} is not UTF-8 (byte 0x{bad:02x} at position {error.start}); convert it, for example with iconv"
+            f"text: {file} is not UTF-8 (byte 0x{bad:02x} at position {error.start}); convert it with iconv"
         ) from None
     if not text.strip():
         raise ValueError(f"text: {file} is empty; give a file with some text")
@@ -104,7 +105,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def take(texts: Iterable[str], encode: Encode, tokens: int) -> np.ndarray:
-    """The first `tokens` ids of the texts joined by blank lines, int32; fewer if the texts end before. Reads no more than it needs."""
+    """The first `tokens` ids of the texts joined by blank lines, int32; fewer if they end before. Reads no further."""
     ids: list[int] = []
     for text in texts:
         if len(ids) >= tokens:
@@ -116,8 +117,8 @@ def take(texts: Iterable[str], encode: Encode, tokens: int) -> np.ndarray:
 def encode_span(text: str, encode: Encode, *, offset: int = 0, tokens: int) -> np.ndarray:
     """Ids `[offset, offset + tokens)` of one text, int32; fewer if it ends before.
 
-    A long text is tokenized only as far as needed. Tokens near the cut could differ from those of the whole text, so some more are made
-    and dropped.
+    A long text is tokenized only as far as needed. Tokens near the cut could differ from those of the whole text, so
+    some more are made and dropped.
     """
     end = offset + tokens
     reach = _CHARACTERS_PER_TOKEN * (end + _CUT_MARGIN)
@@ -130,7 +131,7 @@ def encode_span(text: str, encode: Encode, *, offset: int = 0, tokens: int) -> n
 def calibration_text(
     encode: Encode, tokens: int, *, files: Sequence[str | os.PathLike[str]] = (), wiki_path: Path | None = None
 ) -> TokenText:
-    """Text to calibrate on: the given files in equal parts, else three parts of Wikipedia summaries to one of Python topics.
+    """Text to calibrate on: the files in equal parts, else three parts of Wikipedia summaries to one of Python topics.
 
     Args:
       encode: the model's tokenizer, without special tokens.

@@ -33,15 +33,15 @@ def report(folder: Path) -> dict[str, Any]:
       folder: where to look for artifacts, two levels deep.
 
     Returns:
-      A dict fit for JSON: `python`, `packages` (name, installed, wanted, ok), `optional` (name to version or None), `devices` (platform,
-      kind, count), `implementations` (name to None if usable, else the reason), `downloads` (name to path or None), `cache`,
-      `artifacts` (paths) and `problems` (sentences).
+      A dict fit for JSON: `python`, `packages` (name, installed, wanted, ok), `optional` (name to version or None),
+      `devices` (platform, kind, count), `implementations` (name to None if usable, else the reason), `downloads` (name
+      to path or None), `cache`, `artifacts` (paths) and `problems` (sentences).
     """
     packages = _packages()
     devices, device_problem = _devices()
     implementations, implementation_problem = _implementations()
     problems = [
-        f"{each['name']} {each['installed'] or 'is missing'}, wanted {each['wanted'] or 'any version'}: pip install '{_DISTRIBUTION}'"
+        f"{each['name']} {each['installed'] or 'is missing'}, wanted {each['wanted'] or 'any'}; reinstall"
         for each in packages
         if not each["ok"]
     ]
@@ -65,12 +65,17 @@ def as_text(found: dict[str, Any]) -> str:
     """The report for people, one fact a line."""
     lines = [f"Python {found['python']['version']} ({found['python']['executable']}), {found['python']['machine']}"]
     lines += ["", "packages"]
-    lines += [f"  {each['name']:<18} {each['installed'] or 'missing':<12} wanted {each['wanted']}" for each in found["packages"]]
+    lines += [
+        f"  {each['name']:<18} {each['installed'] or 'missing':<12} wanted {each['wanted']}"
+        for each in found["packages"]
+    ]
     lines += [f"  {name:<18} {version or 'not installed':<12} optional" for name, version in found["optional"].items()]
     lines += ["", "devices"]
     lines += [f"  {each['count']} x {each['kind']} ({each['platform']})" for each in found["devices"]] or ["  none"]
     lines += ["", "attention implementations"]
-    lines += [f"  {name:<18} {reason or 'works here'}" for name, reason in found["implementations"].items()] or ["  none"]
+    lines += [f"  {name:<18} {reason or 'works here'}" for name, reason in found["implementations"].items()] or [
+        "  none"
+    ]
     lines += ["", f"downloads in {found['cache']}"]
     lines += [f"  {name:<18} {path or 'not fetched'}" for name, path in found["downloads"].items()]
     lines += ["", "artifacts below this folder"]
@@ -80,7 +85,7 @@ def as_text(found: dict[str, Any]) -> str:
 
 
 def _packages() -> list[dict[str, Any]]:
-    """The distribution's own requirements against what is installed; none where it runs from a source tree without an install."""
+    """The distribution's own requirements against what is installed; none where it runs uninstalled from its source."""
     try:
         declared = importlib.metadata.requires(_DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:

