@@ -1,0 +1,104 @@
+"""`ModelConfig`: everything about a model that is not a weight."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+
+from pallas_kernels.rope import Rotary
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder of the Llama, Qwen2 or Qwen3 family. Hashable, so it may be a static argument of `jax.jit`.
+
+    Attributes:
+        architecture: "llama", "qwen2" or "qwen3"; informative, the fields below decide what is computed.
+        vocab_size: V, rows of the token embedding.
+        layers: L.
+        hidden_size: E, width of the residual stream.
+        mlp_size: F, width of the gated MLP.
+        q_heads, kv_heads: N and K; N is a multiple of K.
+        head_dim: D; not always `hidden_size / q_heads`.
+        norm_eps: added to the mean square in every RMSNorm.
+        rotary: the pure rotation of queries and keys.
+        attention_factor: multiplies the rotated dimensions of q and of k (YaRN, longrope), else 1.
+        max_position: tokens the rotary tables hold; the model's context unless `load` was told otherwise.
+        tied_embeddings: the output head is the token embedding.
+        qkv_bias, output_bias: biases of the query, key and value projections, and of the output projection.
+        qk_norm: RMSNorm over D of each query and key head before the rotation.
+        windows: for each layer None, or the number w of latest tokens it sees (`j > t - w`); `()` is None everywhere.
+    """
+
+    architecture: str
+    vocab_size: int
+    layers: int
+    hidden_size: int
+    mlp_size: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rotary: Rotary
+    max_position: int
+    attention_factor: float = 1.0
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()
+
+    def __post_init__(self):
+        check_architecture(self.architecture)
+        for name in (
+            "vocab_size",
+            "layers",
+            "hidden_size",
+            "mlp_size",
+            "q_heads",
+            "kv_heads",
+            "head_dim",
+            "max_position",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: expected a positive number.")
+        if self.q_heads % self.kv_heads:
+            raise ValueError(f"q_heads={self.q_heads}: expected a multiple of kv_heads={self.kv_heads}.")
+        if self.rotary.rotary_dim > self.head_dim:
+            raise ValueError(f"rotary_dim={self.rotary.rotary_dim}: expected at most head_dim={self.head_dim}.")
+        if not self.windows:
+            object.__setattr__(self, "windows", (None,) * self.layers)
+        if len(self.windows) != self.layers:
+            raise ValueError(f"windows has {len(self.windows)} entries: expected one for each of {self.layers} layers.")
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor on `q . k` before the softmax, `head_dim ** -0.5`; `attention_factor` is already in q and k."""
+        return self.head_dim**-0.5
+
+    def config_hash(self) -> str:
+        """SHA-256 of the canonical JSON of all fields but `max_position`, which is the user's choice."""
+        fields = dataclasses.asdict(self)
+        del fields["max_position"]
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def checked_max_position(max_position: int | None, context: int) -> int:
+    """The rows of the rotary tables: `max_position`, or the model's context if None; ValueError beyond the context."""
+    if max_position is None:
+        return context
+    if not 0 < max_position <= context:
+        raise ValueError(f"max_position={max_position}: expected 1 to {context}, the context of the model.")
+    return max_position
+
+
+def check_architecture(name: object) -> None:
+    """Raises ValueError unless `name` is an architecture that the decoder computes."""
+    if name not in ARCHITECTURES:
+        raise ValueError(
+            f"architecture {name!r} is not supported: expected one of {', '.join(ARCHITECTURES)} "
+            "(dense decoders; mixture of experts and latent attention are not implemented)."
+        )

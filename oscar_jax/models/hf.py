@@ -1,0 +1,177 @@
+"""Hugging Face directories: config.json, safetensors in one file or in shards, tokenizer files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp  # noqa: F401  (registers bfloat16 with numpy, which safetensors needs to return such tensors)
+import numpy as np
+from safetensors import safe_open
+
+from oscar_jax.models.checkpoint import StoredTensor, assemble
+from oscar_jax.models.config import ModelConfig, check_architecture, checked_max_position
+from oscar_jax.models.decoder import Decoder
+from oscar_jax.models.rope_scaling import rotary_from_parameters
+
+NAMES = {
+    "embedding": "model.embed_tokens.weight",
+    "layers.attention_norm": "model.layers.{layer}.input_layernorm.weight",
+    "layers.query": "model.layers.{layer}.self_attn.q_proj.weight",
+    "layers.query_bias": "model.layers.{layer}.self_attn.q_proj.bias",
+    "layers.query_norm": "model.layers.{layer}.self_attn.q_norm.weight",
+    "layers.key": "model.layers.{layer}.self_attn.k_proj.weight",
+    "layers.key_bias": "model.layers.{layer}.self_attn.k_proj.bias",
+    "layers.key_norm": "model.layers.{layer}.self_attn.k_norm.weight",
+    "layers.value": "model.layers.{layer}.self_attn.v_proj.weight",
+    "layers.value_bias": "model.layers.{layer}.self_attn.v_proj.bias",
+    "layers.output": "model.layers.{layer}.self_attn.o_proj.weight",
+    "layers.output_bias": "model.layers.{layer}.self_attn.o_proj.bias",
+    "layers.mlp_norm": "model.layers.{layer}.post_attention_layernorm.weight",
+    "layers.gate": "model.layers.{layer}.mlp.gate_proj.weight",
+    "layers.up": "model.layers.{layer}.mlp.up_proj.weight",
+    "layers.down": "model.layers.{layer}.mlp.down_proj.weight",
+    "final_norm": "model.norm.weight",
+    "head": "lm_head.weight",
+}
+# Old checkpoints store the rotary frequencies, which the configuration gives.
+_BUFFERS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_INDEX = "model.safetensors.index.json"
+
+
+def read_config(folder: Path, *, max_position: int | None = None) -> ModelConfig:
+    """The configuration of a directory, with the defaults that transformers gives to what config.json leaves out."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"source={str(folder)!r} has no config.json: expected a Hugging Face model directory.")
+    check_architecture(json.loads(path.read_text(encoding="utf-8")).get("model_type"))
+    from transformers import AutoConfig  # heavy: only where a model is really loaded
+
+    return config_from_dict(
+        AutoConfig.from_pretrained(folder, local_files_only=True).to_dict(), max_position=max_position
+    )
+
+
+def config_from_dict(raw: Mapping[str, Any], *, max_position: int | None = None) -> ModelConfig:
+    """`ModelConfig` of a Llama, Qwen2 or Qwen3 configuration in transformers' names.
+
+    Args:
+        raw: all fields; rotary parameters as `rope_parameters`, or as `rope_theta` and `rope_scaling`.
+        max_position: rows of the rotary tables; None means `max_position_embeddings`.
+
+    Raises:
+        ValueError: another architecture, or `max_position` beyond the model's context.
+        NotImplementedError: a feature that the decoder does not have.
+    """
+    kind = raw["model_type"]
+    check_architecture(kind)
+    _refuse_features(raw)
+    context = int(raw["max_position_embeddings"])
+    max_position = checked_max_position(max_position, context)
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
+    rotary, attention_factor = rotary_from_parameters(
+        _rotary_parameters(raw), head_dim=head_dim, context=context, max_position=max_position
+    )
+    return ModelConfig(
+        architecture=kind,
+        vocab_size=raw["vocab_size"],
+        layers=raw["num_hidden_layers"],
+        hidden_size=raw["hidden_size"],
+        mlp_size=raw["intermediate_size"],
+        q_heads=raw["num_attention_heads"],
+        kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
+        head_dim=head_dim,
+        norm_eps=raw["rms_norm_eps"],
+        rotary=rotary,
+        max_position=max_position,
+        attention_factor=attention_factor,
+        tied_embeddings=bool(raw.get("tie_word_embeddings")),
+        qkv_bias=kind == "qwen2" or bool(raw.get("attention_bias")),
+        output_bias=kind != "qwen2" and bool(raw.get("attention_bias")),
+        qk_norm=kind == "qwen3",
+        windows=_windows(raw),
+    )
+
+
+def read_decoder(folder: Path, config: ModelConfig, *, dtype: object) -> Decoder:
+    """Reads all weights of a directory.
+
+    Raises:
+        ValueError: no safetensors, a shard that the index names is not there, or tensors that do not fit.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    for path in _weight_files(folder):
+        with safe_open(path, framework="np") as file:
+            for key in file.keys():  # noqa: SIM118  (not a mapping)
+                tensors[key] = StoredTensor(tuple(file.get_slice(key).get_shape()), _reader(path, key))
+    ignored = _BUFFERS + ("|" + NAMES["head"] if config.tied_embeddings else "")
+    return assemble(config, tensors, NAMES, source=str(folder), dtype=dtype, ignored=ignored)
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """transformers' tokenizer of a directory, or None where it has no tokenizer files."""
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def _refuse_features(raw: Mapping[str, Any]) -> None:
+    if raw.get("hidden_act") not in ("silu", "swish"):
+        raise NotImplementedError(f"hidden_act={raw.get('hidden_act')!r} is not supported: expected 'silu'.")
+    if raw.get("mlp_bias"):
+        raise NotImplementedError("mlp_bias=True is not supported: expected a model without biases in its MLP.")
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise NotImplementedError(
+            f"quantization_config ({method}) is not supported: use the model's bfloat16 weights, or a GGUF file."
+        )
+
+
+def _rotary_parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+        if parameters.get(name) is None and raw.get(name) is not None:
+            parameters[name] = raw[name]
+    return parameters
+
+
+def _windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
+    if not raw.get("use_sliding_window") or not raw.get("sliding_window"):
+        return ()
+    layers = range(raw["num_hidden_layers"])
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        sliding = [layer >= raw["max_window_layers"] for layer in layers]
+    else:
+        sliding = [kinds[layer] == "sliding_attention" for layer in layers]
+    return tuple(raw["sliding_window"] if slides else None for slides in sliding)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / _INDEX).is_file():
+        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+        paths = [folder / name for name in sorted(set(index["weight_map"].values()))]
+        absent = [path.name for path in paths if not path.is_file()]
+        if absent:
+            raise ValueError(
+                f"source={str(folder)!r} lacks {', '.join(absent)}, which {_INDEX} names: copy the missing shards."
+            )
+        return paths
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    raise ValueError(
+        f"source={str(folder)!r} has neither model.safetensors nor {_INDEX}: convert the weights to safetensors."
+    )
+
+
+def _reader(path: Path, key: str):
+    def read() -> np.ndarray:
+        with safe_open(path, framework="np") as file:
+            return file.get_tensor(key)
+
+    return read
