@@ -1,0 +1,374 @@
+"""The three-tier paged KV cache: plain sinks, INT2 history in pages, plain recents.
+
+A step of a serving loop, for every layer: `demote` writes the history pages that the new tokens push out of the recent
+window, `attend` reads all tiers, `append` stores the new tokens plain; `advance` then counts them. `step_attention` strings
+the three together in the form a decoder calls. Every function is pure and returns a new cache; jit them with the old one
+donated. Which token is in which tier is derived from lengths (`pallas_kernels.tiers`) and never stored, so dropping the last
+tokens of a sequence is just a smaller length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import dispatch
+from pallas_kernels.attention import AttentionSpec, PlainTiers, attend as attend_tiers
+from pallas_kernels.history import History, init_history, write
+from pallas_kernels.tiers import Tiers
+from pallas_kernels.transform_code import TransformCodes, bits_per_element
+
+TESTED_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+MAX_GROUP = 32  # query heads a KV head
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheConfig:
+    """Everything about a cache that is known when it is built; checked here, never at the first request.
+
+    Attributes:
+        layers, q_heads, kv_heads, head_dim: the model's.
+        batch: sequences held at once.
+        max_length: longest sequence in tokens.
+        tiers: window and page sizes in tokens.
+        plain_dtype: dtype of sinks and recents, "float16", "bfloat16", "float32" or "float64".
+        step_tokens: most tokens of one decode step that may be taken back afterwards (drafted tokens).
+        pages: pages of the pool; by default enough for `batch` sequences of `max_length`.
+        attention: scale, soft-cap and chunk rule.
+        windows: sliding window of each layer in tokens, None entries for full attention; None for a model without.
+        implementation: a name, names in order of preference, or None for the best one here.
+
+    Raises:
+        ValueError: a size or dtype out of range.
+        NotImplementedError: no implementation here takes the combination.
+    """
+
+    layers: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    max_length: int
+    attention: AttentionSpec
+    batch: int = 1
+    tiers: Tiers = Tiers()
+    plain_dtype: str = "bfloat16"
+    step_tokens: int = 1
+    pages: int | None = None
+    windows: tuple[int | None, ...] | None = None
+    implementation: str | tuple[str, ...] | None = None
+
+    def __post_init__(self):
+        for name in ("layers", "q_heads", "kv_heads", "head_dim", "max_length", "batch", "step_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r}: expected a whole number, at least 1.")
+        if self.head_dim % 8:
+            raise ValueError(
+                f"head_dim={self.head_dim}: expected a multiple of 8 ({', '.join(map(str, TESTED_HEAD_DIMS))} are tested)."
+            )
+        if self.q_heads % self.kv_heads or self.q_heads // self.kv_heads > MAX_GROUP:
+            raise ValueError(
+                f"q_heads={self.q_heads}, kv_heads={self.kv_heads}: expected a whole number of query heads a KV head, "
+                f"at most {MAX_GROUP}."
+            )
+        if self.plain_dtype not in ("float16", "bfloat16", "float32", "float64"):
+            raise ValueError(f"plain_dtype={self.plain_dtype!r}: expected float16, bfloat16, float32 or float64.")
+        if self.step_tokens > self.tiers.recent:
+            raise ValueError(f"step_tokens={self.step_tokens}: expected at most recent={self.tiers.recent}.")
+        if self.windows is not None:
+            if len(self.windows) != self.layers or any(w is not None and w < 1 for w in self.windows):
+                raise ValueError(f"windows={self.windows}: expected {self.layers} entries, each None or at least 1.")
+        self._check_implementation()
+
+    def _check_implementation(self) -> None:
+        reasons = dispatch.availability()
+        wanted = self.implementation
+        names: Sequence[str] = tuple(reasons) if wanted is None else (wanted,) if isinstance(wanted, str) else wanted
+        unknown = [name for name in names if name not in reasons]
+        if unknown:
+            raise ValueError(f"implementation={unknown[0]!r}: expected one of {', '.join(reasons)}, or None.")
+        if all(reasons[name] is not None for name in names):
+            why = "; ".join(f"{name}: {reasons[name]}" for name in names)
+            raise NotImplementedError(f"implementation={wanted!r} cannot run here ({why}); 'xla' runs everywhere.")
+
+    @property
+    def sequence_pages(self) -> int:
+        """Pages that a sequence of `max_length` tokens needs."""
+        return self.tiers.history_pages(self.max_length)
+
+    @property
+    def ring(self) -> int:
+        """Recent tokens a sequence has room for; no more than it can ever hold."""
+        return min(self.tiers.ring(self.step_tokens), max(1, self.max_length - self.tiers.sink))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Device state, a pytree of static shape.
+
+    Attributes:
+        plain: sinks `[L, B, S, K, D]` and recents `[L, B, R, K, D]` in the plain dtype.
+        history: INT2 pages, None when no sequence can outgrow its windows.
+        page_indices: int32 `[B, pages of a sequence]`, the page ids of each sequence in order.
+        lengths: int32 `[B]`, stored tokens.
+    """
+
+    plain: PlainTiers
+    history: History | None
+    page_indices: jax.Array
+    lengths: jax.Array
+
+
+def init_cache(config: CacheConfig, codes: TransformCodes | None = None) -> KVCache:
+    """An empty cache in which sequence b owns pages `b n .. (b + 1) n - 1`; give `page_indices` to share a pool otherwise.
+
+    Args:
+        codes: transform codes of the model; None for a cache that stays plain, which needs `recent` to cover it.
+
+    Raises:
+        ValueError: codes of another model, missing codes, a page that splits a bucket, or too few pages.
+    """
+    needed = config.sequence_pages
+    if codes is None and needed:
+        raise ValueError(
+            f"codes=None with max_length={config.max_length}: a plain cache needs recent >= "
+            f"{config.max_length - config.tiers.sink}, got {config.tiers.recent}; pass codes to store history in 2 bits."
+        )
+    if codes is not None:
+        _check_codes(config, codes)
+    pages = config.batch * needed if config.pages is None else config.pages
+    if config.pages is not None and pages < needed:
+        raise ValueError(f"pages={pages}: one sequence of max_length={config.max_length} needs {needed}.")
+    dtype = jnp.dtype(config.plain_dtype)
+    if dtype == jnp.float64 and not jax.config.read("jax_enable_x64"):
+        raise ValueError("plain_dtype='float64': switch on float64 first, with jax.enable_x64(True).")
+    sides = []
+    for tokens in (config.tiers.sink, config.ring):
+        shape = (config.layers, config.batch, tokens, config.kv_heads, config.head_dim)
+        sides += [jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)]
+    table = np.arange(config.batch * needed, dtype=np.int32).reshape(config.batch, needed)
+    return KVCache(
+        plain=PlainTiers(*sides),
+        history=init_history(codes, pages=pages, page=config.tiers.page) if codes is not None and needed else None,
+        page_indices=jnp.asarray(np.where(table < pages, table, -1)),
+        lengths=jnp.zeros(config.batch, jnp.int32),
+    )
+
+
+def _check_codes(config: CacheConfig, codes: TransformCodes) -> None:
+    shape = (config.layers, config.kv_heads, config.head_dim)
+    if (codes.layers, codes.kv_heads, codes.head_dim) != shape:
+        raise ValueError(
+            f"codes for {codes.layers} layers, {codes.kv_heads} KV heads of size {codes.head_dim}: expected "
+            f"{shape[0]}, {shape[1]} and {shape[2]}; calibrate this model."
+        )
+    if codes.bucket is not None and codes.bucket % config.tiers.page:
+        raise ValueError(
+            f"bucket={codes.bucket} with page={config.tiers.page}: expected pages that divide the bucket, "
+            "such as 16, 32, 64 or 128."
+        )
+
+
+def demote(
+    cache: KVCache, k: jax.Array, v: jax.Array, *, layer: jax.Array, counts: jax.Array, codes: TransformCodes, tiers: Tiers
+) -> KVCache:
+    """Writes the history pages of the tokens that leave the recent window when `counts` new tokens arrive.
+
+    Args:
+        k, v: `[B, T, K, D]`, the new tokens in the plain dtype; a long chunk demotes some of its own.
+        layer: int32 `[]`. counts: int32 `[B]`, how many of the T are real.
+    """
+    if cache.history is None:
+        return cache
+    tokens, ring = k.shape[1], cache.plain.recent_k.shape[2]
+    rows = tiers.group * -(-tokens // tiers.group)
+    begin = tiers.history_end(cache.lengths - 1)
+    end = jnp.where(counts > 0, tiers.history_end(cache.lengths + counts - 1), begin)
+    positions = begin[:, None] + jnp.arange(rows)
+    valid = positions < end[:, None]
+    old = positions < cache.lengths[:, None]
+    source = jnp.where(old, positions % ring, ring + jnp.clip(positions - cache.lengths[:, None], 0, tokens - 1))
+
+    def gather(recent: jax.Array, new: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(
+            jnp.concatenate([recent[layer], new], axis=1), source[:, :, None, None], axis=1, mode="clip"
+        )
+
+    history = write(
+        cache.history,
+        gather(cache.plain.recent_k, k),
+        gather(cache.plain.recent_v, v),
+        layer=layer,
+        positions=positions,
+        valid=valid,
+        page_indices=cache.page_indices,
+        codes=codes,
+        tiers=tiers,
+    )
+    return dataclasses.replace(cache, history=history)
+
+
+def append(cache: KVCache, k: jax.Array, v: jax.Array, *, layer: jax.Array, counts: jax.Array, tiers: Tiers) -> KVCache:
+    """Stores new tokens plain: sinks in their place, the others in the ring (of a long chunk, its last ones).
+
+    Args: as for `demote`.
+    """
+    batch, tokens = k.shape[:2]
+    ring = cache.plain.recent_k.shape[2]
+    positions = cache.lengths[:, None] + jnp.arange(tokens)
+    end = (cache.lengths + counts)[:, None]
+    real = positions < end
+    sequence = jnp.arange(batch)[:, None]
+    # Places out of range are dropped.
+    sink_place = jnp.where(real, positions, tiers.sink)
+    ring_place = jnp.where(real & (positions >= tiers.sink) & (positions >= end - ring), positions % ring, ring)
+
+    def put(pool: jax.Array, place: jax.Array, rows: jax.Array) -> jax.Array:
+        return pool.at[layer, sequence, place].set(rows.astype(pool.dtype), mode="drop")
+
+    plain = cache.plain
+    return dataclasses.replace(
+        cache,
+        plain=PlainTiers(
+            put(plain.sink_k, sink_place, k) if tiers.sink else plain.sink_k,
+            put(plain.sink_v, sink_place, v) if tiers.sink else plain.sink_v,
+            put(plain.recent_k, ring_place, k),
+            put(plain.recent_v, ring_place, v),
+        ),
+    )
+
+
+def attend(
+    cache: KVCache,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    layer: jax.Array,
+    counts: jax.Array,
+    codes: TransformCodes | None,
+    config: CacheConfig,
+    sink_logits: jax.Array | None = None,
+) -> jax.Array:
+    """Attention of new tokens to their sequences and to each other, `[B, T, N, D]`.
+
+    Args:
+        q: `[B, T, N, D]`. k, v: `[B, T, K, D]` in the plain dtype. The rest as for `demote`.
+    """
+    window = None
+    if config.windows is not None:
+        unlimited = np.iinfo(np.int32).max // 2
+        window = jnp.asarray([unlimited if w is None else w for w in config.windows], jnp.int32)[layer]
+    return attend_tiers(
+        q,
+        k,
+        v,
+        cache.plain,
+        cache.history,
+        layer=layer,
+        starts=cache.lengths,
+        counts=counts,
+        page_indices=cache.page_indices,
+        codes=codes if cache.history is not None else None,
+        tiers=config.tiers,
+        spec=config.attention,
+        window=window,
+        sink_logits=sink_logits,
+        implementation=config.implementation,
+    )
+
+
+def step_attention(
+    config: CacheConfig, codes: TransformCodes | None, counts: jax.Array
+) -> Callable[..., tuple[jax.Array, KVCache, Any]]:
+    """The `attend(state, layer, q, k, v)` that a decoder calls in every layer, with the cache as its state.
+
+    Args:
+        counts: int32 `[B]`, how many of the step's tokens are real.
+    """
+
+    def step(cache: KVCache, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array):
+        k, v = k.astype(config.plain_dtype), v.astype(config.plain_dtype)
+        if codes is not None:
+            cache = demote(cache, k, v, layer=layer, counts=counts, codes=codes, tiers=config.tiers)
+        out = attend(cache, q, k, v, layer=layer, counts=counts, codes=codes, config=config)
+        return out, append(cache, k, v, layer=layer, counts=counts, tiers=config.tiers), None
+
+    return step
+
+
+def advance(cache: KVCache, counts: jax.Array) -> KVCache:
+    """Counts the tokens of a finished step, `counts` int32 `[B]`; negative counts take tokens back."""
+    return dataclasses.replace(cache, lengths=cache.lengths + counts)
+
+
+def cache_bytes(cache: KVCache) -> dict[str, int]:
+    """Bytes of the arrays on the device: `plain`, `history`, `tables`, and `total`."""
+
+    def size(tree: Any) -> int:
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+    parts = {
+        "plain": size(cache.plain),
+        "history": size(cache.history),
+        "tables": size((cache.page_indices, cache.lengths)),
+    }
+    return parts | {"total": sum(parts.values())}
+
+
+def expected_bits(config: CacheConfig, codes: TransformCodes | None, context: int) -> float:
+    """`bits_per_element` of this cache at a context length."""
+    width = 8 * jnp.dtype(config.plain_dtype).itemsize
+    return bits_per_element(codes, config.tiers, context, plain_bits=width)
+
+
+def check_cache(cache: KVCache, config: CacheConfig) -> None:
+    """Checked mode: every live page id is in range and owned once, every live scale finite and not saturated.
+
+    Raises:
+        ValueError: names the sequence, or the layer, head and position.
+    """
+    lengths = np.asarray(cache.lengths)
+    for sequence, length in enumerate(lengths):
+        if not 0 <= length <= config.max_length:
+            raise ValueError(f"sequence {sequence}: {length} stored tokens, expected 0 to max_length={config.max_length}.")
+    if cache.history is None:
+        return
+    pool, tiers = cache.history.key.scale.shape[1], config.tiers
+    table = np.asarray(cache.page_indices)
+    for sequence, length in enumerate(lengths):
+        live = table[sequence, : tiers.history_pages(int(length))]
+        bad = np.flatnonzero((live < 0) | (live >= pool))
+        if bad.size:
+            raise ValueError(
+                f"sequence {sequence}: page table entry {bad[0]} is {live[bad[0]]}, expected 0 to {pool - 1}, the pool's pages."
+            )
+        if len(np.unique(live)) != len(live):
+            raise ValueError(f"sequence {sequence}: its page table names a page twice, expected every page once.")
+        _check_scales(cache.history, live, tiers, int(length), sequence)
+
+
+def _check_scales(history: History, live: np.ndarray, tiers: Tiers, length: int, sequence: int) -> None:
+    tokens = tiers.history_tokens(length)
+    for name, side in (("key", history.key), ("value", history.value)):
+        for parameter in ("scale", "offset"):
+            leaf = getattr(side, parameter)
+            if leaf is None:
+                continue
+            rows = np.asarray(leaf[:, live], np.float32).transpose(0, 2, 1, 3)  # [L, K, pages, page]
+            rows = rows.reshape(*rows.shape[:2], -1)[:, :, :tokens]
+            limit = float(jnp.finfo(leaf.dtype).max)
+            bad = np.argwhere(~np.isfinite(rows) | (np.abs(rows) >= limit))
+            if bad.size:
+                layer, head, token = bad[0]
+                raise ValueError(
+                    f"sequence {sequence}, layer {layer}, head {head}, position {tiers.sink + token}: {name} {parameter} is "
+                    f"{rows[layer, head, token]}, expected a finite number below {limit:.0f}; the row had NaN, Inf or "
+                    "values too large."
+                )

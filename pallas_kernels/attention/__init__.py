@@ -1,0 +1,5 @@
+"""Attention over the three tiers: one call, several implementations."""
+
+from pallas_kernels.attention.api import AttentionSpec, PlainTiers, attend
+
+__all__ = ["AttentionSpec", "PlainTiers", "attend"]

@@ -1,0 +1,125 @@
+"""The attention call: arguments, checks and dispatch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dispatch
+from pallas_kernels.history import History
+from pallas_kernels.tiers import Tiers
+from pallas_kernels.transform_code import TransformCodes
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """What a model asks of attention, the same for every layer.
+
+    Attributes:
+        scale: factor on q . k.
+        softcap: logits become `softcap tanh(logits / softcap)`; None switches it off.
+        exact_chunk: the tokens of one call attend to each other plainly even where decoding would read them from
+            history (the reference's prefill); off, what a query reads depends on its position only.
+    """
+
+    scale: float
+    softcap: float | None = None
+    exact_chunk: bool = False
+
+    def __post_init__(self):
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"softcap={self.softcap}: expected a positive number, or None for no soft-cap.")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PlainTiers:
+    """Plain tokens of all layers: sinks `[L, B, S, K, D]` and the ring of recents `[L, B, R, K, D]` (slot p mod R)."""
+
+    sink_k: jax.Array
+    sink_v: jax.Array
+    recent_k: jax.Array
+    recent_v: jax.Array
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    plain: PlainTiers,
+    history: History | None,
+    *,
+    layer: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+    page_indices: jax.Array,
+    codes: TransformCodes | None,
+    tiers: Tiers,
+    spec: AttentionSpec,
+    window: jax.Array | None = None,
+    sink_logits: jax.Array | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> jax.Array:
+    """Attention of new tokens to their sequences: sink | INT2 history | recent | the new tokens themselves.
+
+    The pages of every token below `tiers.history_end` of the last new token must have been written; `plain` holds the
+    tokens before `starts`. A query at t sees `j < sink` plain, `sink <= j < history_end(t)` from history, the rest plain.
+
+    Args:
+        q: `[B, T, N, D]`; k, v: `[B, T, K, D]`, after rotary positions, k and v rounded to the plain dtype.
+        plain, history: the cache; `history` and `codes` are None when every token is plain.
+        layer: int32 `[]`.
+        starts: int32 `[B]`, stored tokens before this call. counts: int32 `[B]`, how many of the T new tokens are real.
+        page_indices: int32 `[B, pages of a sequence]`; entries past the history are ignored.
+        window: int32 `[]`, a query at t sees `j > t - window` only; None sees all.
+        sink_logits: `[N]`, learnt logits that take probability without a value.
+        implementation: a name, a sequence of names tried in order, or None for the best one here.
+
+    Returns:
+        `[B, T, N, D]` in q's dtype; zeros for rows that see nothing.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        NotImplementedError: no implementation takes this case; every reason is listed.
+    """
+    _check_shapes(q, k, v, codes, history)
+    return dispatch.call(
+        "attention",
+        implementation,
+        q,
+        k,
+        v,
+        plain,
+        history,
+        layer=layer,
+        starts=starts,
+        counts=counts,
+        page_indices=page_indices,
+        codes=codes,
+        tiers=tiers,
+        spec=spec,
+        window=window,
+        sink_logits=sink_logits,
+    )
+
+
+def _check_shapes(q, k, v, codes: TransformCodes | None, history: History | None) -> None:
+    if q.ndim != 4 or k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q {q.shape}, k {k.shape}, v {v.shape}: expected q [B, T, N, D] and k, v [B, T, K, D].")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"q has {q.shape[2]} heads and k {k.shape[2]}: expected a whole number of query heads a KV head.")
+    if (codes is None) != (history is None):
+        raise ValueError("codes and history: expected both, or neither for a cache that is all plain.")
+    if codes is not None and (codes.kv_heads, codes.head_dim) != k.shape[2:]:
+        raise ValueError(
+            f"codes for {codes.kv_heads} KV heads of size {codes.head_dim}, k has {k.shape[2]} of {k.shape[3]}: "
+            "expected codes calibrated on this model."
+        )
+
+
+def softmax_dtype(q: jax.Array) -> jnp.dtype:
+    """Logits, softmax and accumulators: fp32, or float64 for float64 queries."""
+    return jnp.promote_types(q.dtype, jnp.float32)

@@ -1,0 +1,68 @@
+"""Which implementation runs: one frozen table, tried in order; only `NotImplementedError` falls through."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
+from typing import Any
+
+# operation -> implementation -> "module:function", best first. A module that cannot be imported here is unavailable.
+_TABLE = MappingProxyType({"attention": MappingProxyType({"xla": "pallas_kernels.attention.xla:attend"})})
+
+# Names that callers may ask for and what stands in their way.
+_ABSENT = MappingProxyType(
+    {
+        "triton": "the GPU kernels are not part of this version",
+        "tpu": "the TPU kernels are not part of this version",
+    }
+)
+
+
+def implementations() -> tuple[str, ...]:
+    """Names that `implementation=` takes."""
+    return (*_TABLE["attention"], *_ABSENT)
+
+
+def availability() -> dict[str, str | None]:
+    """For every implementation, None where it runs here, else the reason why not."""
+    reasons: dict[str, str | None] = {}
+    for name in _TABLE["attention"]:
+        try:
+            _load("attention", name)
+            reasons[name] = None
+        except (ImportError, NotImplementedError) as error:
+            reasons[name] = str(error)
+    return reasons | _ABSENT
+
+
+def call(operation: str, implementation: str | Sequence[str] | None, *args: Any, **kwargs: Any) -> Any:
+    """Runs an operation with the first implementation that takes the case.
+
+    Raises:
+        ValueError: an unknown name.
+        NotImplementedError: none takes it; the message has every reason.
+    """
+    if implementation is None:
+        names: Sequence[str] = tuple(_TABLE[operation])
+    else:
+        names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
+    reasons = []
+    for name in names:
+        if name not in implementations():
+            raise ValueError(f"implementation={name!r}: expected one of {', '.join(implementations())}, or None.")
+        try:
+            return _load(operation, name)(*args, **kwargs)
+        except NotImplementedError as error:
+            reasons.append(f"{name}: {error}")
+    raise NotImplementedError(f"no implementation of {operation} takes this case ({'; '.join(reasons)}).")
+
+
+def _load(operation: str, name: str) -> Callable[..., Any]:
+    if name in _ABSENT:
+        raise NotImplementedError(_ABSENT[name])
+    module, _, function = _TABLE[operation][name].partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except ImportError as error:
+        raise NotImplementedError(f"cannot be imported here ({error})") from error
