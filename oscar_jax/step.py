@@ -1,0 +1,189 @@
+"""One step of a decoder over a three-tier cache, the only way this package runs a model with one.
+
+Generation, evaluation and the demo share it:
+
+    config = cache_config(model.config, max_length=4096)
+    step = make_step(model.decoder, config, codes)
+    logits, cache = prefill(step, step.init(), [prompt])        # [B, V], after each prompt's last token
+    logits, cache = step(cache, tokens, counts)                  # tokens [B, T]
+
+A step donates the cache it gets and never the weights: use the cache it returns, and only that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from oscar_jax.cache import CacheConfig, KVCache, advance, check_cache, init_cache, step_attention
+from oscar_jax.models import Decoder, ModelConfig
+from pallas_kernels.attention import AttentionSpec
+from pallas_kernels.tiers import Tiers
+from pallas_kernels.transform_code import TransformCodes
+
+Output = Literal["last", "all", "hidden"]
+
+CHUNKS = (32, 256)
+"""Token counts of prefill calls. Each is one compilation; the last tokens of a prompt are padded to the next of them."""
+
+
+def cache_config(
+    model: ModelConfig, *, max_length: int, tiers: Tiers = Tiers(), plain_dtype: str = "bfloat16", **options: Any
+) -> CacheConfig:
+    """The `CacheConfig` of a model.
+
+    Args:
+        max_length: longest sequence in tokens.
+        options: other fields of `CacheConfig`: `batch`, `step_tokens`, `pages`, `implementation`.
+
+    Raises:
+        ValueError: as `CacheConfig`.
+        NotImplementedError: no implementation here takes the model.
+    """
+    return CacheConfig(
+        layers=model.layers,
+        q_heads=model.q_heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        max_length=max_length,
+        attention=AttentionSpec(model.softmax_scale),
+        tiers=tiers,
+        plain_dtype=plain_dtype,
+        windows=model.windows if any(window is not None for window in model.windows) else None,
+        **options,
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """See `make_step`."""
+
+    decoder: Decoder
+    config: CacheConfig
+    codes: TransformCodes | None
+    checked: bool = False
+
+    def init(self) -> KVCache:
+        """An empty cache."""
+        return init_cache(self.config, self.codes)
+
+    def __call__(
+        self, cache: KVCache, tokens: ArrayLike, counts: ArrayLike | None = None, *, output: Output = "last"
+    ) -> tuple[jax.Array, KVCache]:
+        """Stores the tokens of a step and returns what the model says after them.
+
+        Args:
+            cache: donated, its arrays are gone afterwards. `lengths + counts` must stay within `config.max_length`,
+                which is not checked here.
+            tokens: int `[B, T]`. Each T is one compilation. A row is real up to its count; the rest is never seen and
+                may hold anything.
+            counts: int `[B]` in 0..T; None means T for every row. A row of count 0 keeps its part of the cache.
+            output: "last" for logits `[B, V]` after each row's last real token (meaningless for a count of 0), "all"
+                for logits `[B, T, V]`, as verification of drafted tokens needs, "hidden" for hidden states
+                `[B, T, E]`, of which `decoder.logits` makes logits block by block.
+
+        Returns:
+            The output, at least float32 for logits, and the new cache. `advance(cache, -rejected)` takes tokens back.
+
+        Raises:
+            ValueError: wrong shapes, or in checked mode a damaged cache (sequence, layer, head and position are named).
+        """
+        tokens = jnp.asarray(tokens, jnp.int32)
+        batch = self.config.batch
+        if tokens.ndim != 2 or tokens.shape[0] != batch or not tokens.shape[1]:
+            raise ValueError(f"tokens of shape {tokens.shape}: expected [{batch}, T], one row for each sequence.")
+        counts = np.full(batch, tokens.shape[1], np.int32) if counts is None else counts
+        if np.shape(counts) != (batch,):
+            raise ValueError(f"counts of shape {np.shape(counts)}: expected [{batch}], one for each sequence.")
+        result, cache = _run(
+            self.decoder, self.codes, cache, tokens, jnp.asarray(counts, jnp.int32), config=self.config, output=output
+        )
+        if self.checked:
+            check_cache(cache, self.config)
+        return result, cache
+
+
+def make_step(
+    decoder: Decoder, config: CacheConfig, codes: TransformCodes | None = None, *, checked: bool = False
+) -> Step:
+    """A decoder and its transform codes as one callable over a cache; `Step.__call__` says how to call it.
+
+    Args:
+        decoder: the model.
+        config: from `cache_config`.
+        codes: transform codes of this model; None for a cache that stays plain.
+        checked: verify page tables and stored scales after every call (reads them back, slow).
+
+    Raises:
+        ValueError: a cache of another model's shape.
+    """
+    model = decoder.config
+    fields = ("layers", "q_heads", "kv_heads", "head_dim")
+    wrong = [f"{name}={getattr(config, name)}" for name in fields if getattr(config, name) != getattr(model, name)]
+    if wrong:
+        expected = ", ".join(f"{name}={getattr(model, name)}" for name in fields)
+        raise ValueError(f"config has {', '.join(wrong)}: this model has {expected}; use cache_config(decoder.config).")
+    return Step(decoder, config, codes, checked)
+
+
+def prefill(
+    step: Step, cache: KVCache, prompts: Sequence[Sequence[int]], *, chunks: Sequence[int] = CHUNKS
+) -> tuple[jax.Array, KVCache]:
+    """Stores prompts of any lengths, chunk by chunk.
+
+    Args:
+        cache: donated.
+        prompts: token ids, one sequence for each row of the batch; an empty one leaves its row alone.
+        chunks: allowed tokens a call.
+
+    Returns:
+        Logits `[B, V]` after each prompt's last token (zeros for an empty one), and the new cache.
+
+    Raises:
+        ValueError: no tokens at all, or another number of prompts than the batch.
+    """
+    lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
+    if len(prompts) != step.config.batch or not lengths.any():
+        raise ValueError(f"prompts of {lengths.tolist()} tokens: expected {step.config.batch} prompts, not all empty.")
+    tokens = np.zeros((len(prompts), lengths.max() + max(chunks)), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    logits, start = jnp.zeros(()), 0
+    while start < lengths.max():
+        left = lengths.max() - start
+        size = min((chunk for chunk in chunks if chunk >= left), default=max(chunks))
+        counts = np.clip(lengths - start, 0, size)
+        last, cache = step(cache, tokens[:, start : start + size], counts)
+        ends = jnp.asarray((counts > 0) & (lengths <= start + size))[:, None]
+        logits = jnp.where(ends, last, logits)
+        start += size
+    return logits, cache
+
+
+@functools.partial(jax.jit, static_argnames=("config", "output"), donate_argnames="cache")
+def _run(
+    decoder: Decoder,
+    codes: TransformCodes | None,
+    cache: KVCache,
+    tokens: jax.Array,
+    counts: jax.Array,
+    *,
+    config: CacheConfig,
+    output: Output,
+) -> tuple[jax.Array, KVCache]:
+    positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
+    hidden, cache, _ = decoder(tokens, positions, step_attention(config, codes, counts), cache)
+    cache = advance(cache, counts)
+    if output == "hidden":
+        return hidden, cache
+    if output == "last":
+        last = jnp.maximum(counts - 1, 0)
+        hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+    return decoder.logits(hidden), cache
