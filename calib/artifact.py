@@ -1,10 +1,10 @@
 """The stored artifact: one recipe's `TransformCodes` for one model, and a manifest that says what they are.
 
-An artifact is a directory under Orbax's `CheckpointManager` (one kept step, items `arrays` and `manifest`). Orbax
-writes a step beside the old one and renames it, so a kill at any moment leaves the old artifact, none, or the complete new
-one; what an interrupted save left is removed by the next. Several recipes are several directories. Arrays are stored
-whole, from the host, so the number of devices at saving does not matter at loading, and loading never executes anything
-from the files.
+An artifact is a directory under Orbax's `CheckpointManager` (one kept step, items `arrays` and `manifest`). A step is
+written beside the old one and renamed, so a kill at any moment leaves the old artifact, none, or the complete new one;
+what an interrupted save left is removed by the next. Several recipes are several directories. Arrays are stored whole,
+from the host, so the number of devices at saving does not matter at loading, and loading never executes anything from
+the files.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from calib.identity import ModelIdentity, TextIdentity
 from pallas_kernels.rope import Rotary
 from pallas_kernels.transform_code import TransformCode, TransformCodes
 
@@ -34,28 +35,6 @@ SIDES = ("key", "value")
 UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of every directory Orbax has not committed yet
 
 Placement = jax.sharding.Sharding | Callable[[str], jax.sharding.Sharding | None]
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelIdentity:
-    """Which model: a name for people, its architecture, and hex sha256 of its config and of its tokenizer.
-
-    The hashes decide: two models are the same when both are equal.
-    """
-
-    model_id: str
-    architecture: str
-    config_hash: str
-    tokenizer_hash: str
-
-
-@dataclasses.dataclass(frozen=True)
-class TextIdentity:
-    """Which calibration text: a description for people, hex sha256 of its UTF-8 bytes, and the tokens used."""
-
-    description: str
-    sha256: str
-    tokens: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,7 +212,7 @@ def load(
         path: the artifact's directory.
         model: the model it is to serve; compared by both hashes unless the artifact records no model.
         sharding: where the arrays go, whatever they were saved from. None: the default device. A `Sharding`: all of
-            them. A callable: the sharding of each leaf path ("key/mu", "value/decode", ...), None for the default device.
+            them. A callable: the sharding of each leaf path ("key/mu", "value/decode", ...), or None again.
 
     Raises:
         ValueError: one sentence naming the path, for a missing or incomplete artifact, another format version, another
@@ -338,7 +317,8 @@ def _require_same_model(path: Path, stored: ModelIdentity, model: ModelIdentity)
 
 
 def _describe(model: ModelIdentity) -> str:
-    return f"{model.model_id} (config {model.config_hash[:12]}, tokenizer {model.tokenizer_hash[:12]})"
+    tokenizer = model.tokenizer_hash[:12] if model.tokenizer_hash else "none"
+    return f"{model.model_id} (config {model.config_hash[:12]}, tokenizer {tokenizer})"
 
 
 def _side_record(code: TransformCode, arrays: dict[str, np.ndarray]) -> SideRecord:
