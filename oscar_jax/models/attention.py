@@ -63,24 +63,25 @@ def causal_attention(
     Returns:
         `[B, T, N, D]` in the dtype of q.
     """
-    batch, length, q_heads, head_dim = q.shape
+    batch, length, _, head_dim = q.shape
     kv_heads = k.shape[2]
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    grouped = q.reshape(batch, length, kv_heads, q_heads // kv_heads, head_dim)
+    # Heads first and the group's queries side by side: both products are plain batched matrix products.
+    grouped = q.reshape(batch, length, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
+    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
     outputs = []
     for start in range(0, length, query_block):
         stop = min(start + query_block, length)
         t, j = np.arange(start, stop)[:, None], np.arange(stop)[None]
         visible = jnp.asarray(j <= t) if window is None else (j <= t) & (j > t - window)
+        block = grouped[:, :, :, start:stop]
+        queries = block.reshape(batch, kv_heads, -1, head_dim)
         scores = jnp.einsum(
-            "btkgd,bskd->bkgts",
-            grouped[:, start:stop],
-            k[:, :stop],
-            precision="highest",
-            preferred_element_type=wide,
-        )
+            "bkqd,bksd->bkqs", queries, k[:, :, :stop], precision="highest", preferred_element_type=wide
+        ).reshape(*block.shape[:-1], stop)
         weights = jax.nn.softmax(jnp.where(visible, scores * scale, -jnp.inf), axis=-1).astype(v.dtype)
-        outputs.append(
-            jnp.einsum("bkgts,bskd->btkgd", weights, v[:, :stop], precision="highest", preferred_element_type=wide)
-        )
-    return jnp.concatenate(outputs, axis=1).reshape(q.shape).astype(q.dtype)
+        weights = weights.reshape(batch, kv_heads, -1, stop)
+        out = jnp.einsum("bkqs,bksd->bkqd", weights, v[:, :, :stop], precision="highest", preferred_element_type=wide)
+        outputs.append(out.reshape(block.shape))
+    out = jnp.concatenate(outputs, axis=3).transpose(0, 3, 1, 2, 4)
+    return out.reshape(q.shape).astype(q.dtype)

@@ -72,9 +72,8 @@ def assemble(
         for name, kind in shapes.items()
     }
     for key, (name, layer) in places.items():
-        kind, x = shapes[name], tensors[key].read()
-        x = (x.T if kind.transposed else x).reshape(kind.shape)
-        weights[name][... if layer is None else layer] = x
+        x = tensors[key].read()
+        weights[name][... if layer is None else layer] = x.T if shapes[name].matrix else x
     return Decoder(config, {name: jnp.asarray(weight) for name, weight in weights.items()})
 
 

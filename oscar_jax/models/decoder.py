@@ -11,7 +11,6 @@ to `jax.jit` as an ordinary argument that is not donated, and donate the attenti
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -26,26 +25,30 @@ from pallas_kernels import rope
 
 
 class ParameterShape(NamedTuple):
-    """Shape of one weight here, and in a checkpoint, whose matrices are `[outputs, inputs]`."""
+    """Shape of one weight. A matrix is `[inputs, outputs]` here and `[outputs, inputs]` in every checkpoint."""
 
     shape: tuple[int, ...]
-    stored: tuple[int, ...]
-    transposed: bool
+    matrix: bool
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Its shape in a checkpoint."""
+        return self.shape[::-1] if self.matrix else self.shape
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, ParameterShape]:
     """Weights that a model of this config has; names that start with "layers." exist once a layer."""
-    hidden, mlp, vocab = (config.hidden_size,), (config.mlp_size,), (config.vocab_size,)
-    query, key = (config.q_heads, config.head_dim), (config.kv_heads, config.head_dim)
+    hidden, mlp, vocab = config.hidden_size, config.mlp_size, config.vocab_size
+    query, key = config.q_heads * config.head_dim, config.kv_heads * config.head_dim
 
-    def matrix(inputs: tuple[int, ...], outputs: tuple[int, ...]) -> ParameterShape:
-        return ParameterShape(inputs + outputs, (math.prod(outputs), math.prod(inputs)), True)
+    def matrix(inputs: int, outputs: int) -> ParameterShape:
+        return ParameterShape((inputs, outputs), True)
 
-    def vector(shape: tuple[int, ...]) -> ParameterShape:
-        return ParameterShape(shape, (math.prod(shape),), False)
+    def vector(size: int) -> ParameterShape:
+        return ParameterShape((size,), False)
 
     shapes = {
-        "embedding": ParameterShape(vocab + hidden, vocab + hidden, False),
+        "embedding": ParameterShape((vocab, hidden), False),
         "layers.attention_norm": vector(hidden),
         "layers.query": matrix(hidden, query),
         "layers.key": matrix(hidden, key),
@@ -66,7 +69,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, ParameterShape]:
     if config.output_bias:
         shapes["layers.output_bias"] = vector(hidden)
     if config.qk_norm:
-        shapes |= {"layers.query_norm": vector((config.head_dim,)), "layers.key_norm": vector((config.head_dim,))}
+        shapes |= {"layers.query_norm": vector(config.head_dim), "layers.key_norm": vector(config.head_dim)}
     if not config.tied_embeddings:
         shapes["head"] = matrix(hidden, vocab)
     return shapes
@@ -77,16 +80,13 @@ class RotaryTable(nnx.Variable):
 
 
 class Block(nnx.Module):
-    """One layer's weights, or all layers' stacked on a leading axis (`Decoder.layers`).
-
-    Einsum letters: b batch, t tokens, e hidden, n query heads, k KV heads, d head size, f MLP.
-    """
+    """One layer's weights, or all layers' stacked on a leading axis (`Decoder.layers`). Heads are adjacent columns."""
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, jax.Array]):
         def optional(name: str) -> nnx.Param | None:
             return nnx.Param(weights[name]) if name in weights else None
 
-        self.eps = config.norm_eps
+        self.head_dim, self.eps = config.head_dim, config.norm_eps
         self.attention_norm = nnx.Param(weights["attention_norm"])
         self.query, self.query_bias = nnx.Param(weights["query"]), optional("query_bias")
         self.key, self.key_bias = nnx.Param(weights["key"]), optional("key_bias")
@@ -99,19 +99,20 @@ class Block(nnx.Module):
     def heads(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q `[B, T, N, D]` and k, v `[B, T, K, D]` of the residual stream x `[B, T, E]`, q and k rotated."""
         x = rms_norm(x, self.attention_norm, self.eps)
-        q = _project("bte,end->btnd", x, self.query, self.query_bias)
-        k = _project("bte,ekd->btkd", x, self.key, self.key_bias)
-        v = _project("bte,ekd->btkd", x, self.value, self.value_bias)
+        split = (*x.shape[:2], -1, self.head_dim)
+        q = _project(x, self.query, self.query_bias).reshape(split)
+        k = _project(x, self.key, self.key_bias).reshape(split)
+        v = _project(x, self.value, self.value_bias).reshape(split)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = rms_norm(q, self.query_norm, self.eps), rms_norm(k, self.key_norm, self.eps)
         return rope.rotate(q, cos, sin), rope.rotate(k, cos, sin), v
 
     def attended(self, x: jax.Array, out: jax.Array) -> jax.Array:
         """The residual stream `[B, T, E]` after attention's output `[B, T, N, D]` and the MLP."""
-        x = x + _project("btnd,nde->bte", out.astype(x.dtype), self.output, self.output_bias)
+        out = out.astype(x.dtype).reshape(*x.shape[:2], -1)
+        x = x + _project(out, self.output, self.output_bias)
         y = rms_norm(x, self.mlp_norm, self.eps)
-        gate, up = _project("bte,ef->btf", y, self.gate), _project("bte,ef->btf", y, self.up)
-        return x + _project("btf,fe->bte", jax.nn.silu(gate) * up, self.down)
+        return x + _project(jax.nn.silu(_project(y, self.gate)) * _project(y, self.up), self.down)
 
 
 class Decoder(nnx.Module):
@@ -130,7 +131,7 @@ class Decoder(nnx.Module):
         )
         self.final_norm = nnx.Param(weights["final_norm"])
         self.head = None if config.tied_embeddings else nnx.Param(weights["head"])
-        cos, sin = config.rotary.table(config.max_position, np.float64)
+        cos, sin = config.rotary.table(config.max_position, np.float64)  # pyright: ignore[reportArgumentType]
         table_dtype = jnp.promote_types(weights["embedding"].dtype, jnp.float32)
         self.cos = RotaryTable(jnp.asarray(config.attention_factor * cos, table_dtype))
         self.sin = RotaryTable(jnp.asarray(config.attention_factor * sin, table_dtype))
@@ -190,11 +191,11 @@ class Decoder(nnx.Module):
         group = config.q_heads // config.kv_heads
         metric = np.empty((config.layers, config.kv_heads, config.head_dim, config.head_dim))
         for index in range(config.layers):
-            weights = np.asarray(self.layers.output[index], np.float64)
-            # The heads of a group side by side: one product sums over both the group and E.
-            wide = weights.reshape(config.kv_heads, group, config.head_dim, -1).swapaxes(1, 2)
-            wide = wide.reshape(config.kv_heads, config.head_dim, -1)
-            metric[index] = wide @ wide.swapaxes(1, 2) / group
+            output = np.asarray(self.layers.output[index], np.float64)
+            # [K, D, G * E]: with a group's heads side by side, one product sums over both the group and E.
+            output = output.reshape(config.kv_heads, group, config.head_dim, -1).swapaxes(1, 2)
+            output = output.reshape(config.kv_heads, config.head_dim, -1)
+            metric[index] = output @ output.swapaxes(1, 2) / group
         return metric
 
 
@@ -205,7 +206,7 @@ def rms_norm(x: jax.Array, weight: nnx.Param, eps: float) -> jax.Array:
     return normed.astype(x.dtype) * weight[...]
 
 
-def _project(equation: str, x: jax.Array, weight: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
+def _project(x: jax.Array, weight: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
     # "highest" keeps float32 from becoming TF32 or bfloat16 passes; for bfloat16 operands it changes nothing.
-    y = jnp.einsum(equation, x, weight[...], precision="highest", preferred_element_type=x.dtype)
+    y = jnp.matmul(x, weight[...], precision="highest")
     return y if bias is None else y + bias[...]

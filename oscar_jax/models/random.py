@@ -59,8 +59,8 @@ def random_decoder(config: ModelConfig, *, seed: int = 0, dtype: Any = jnp.float
     for name, kind in parameter_shapes(config).items():
         shape = (config.layers, *kind.shape) if name.startswith("layers.") else kind.shape
         x = rng.standard_normal(shape)
-        if kind.transposed:
-            x /= np.sqrt(kind.stored[1])
+        if kind.matrix:
+            x /= np.sqrt(kind.shape[0])
         elif name.endswith("norm"):
             x = 1 + 0.1 * x
         elif name.endswith("bias"):
