@@ -18,6 +18,7 @@ from typing import Literal
 
 import numpy as np
 
+from calib.identity import TextIdentity
 from oscar_jax import download
 
 Encode = Callable[[str], Sequence[int]]
@@ -50,8 +51,14 @@ class TokenText:
 
     @classmethod
     def of(cls, tokens: Sequence[int] | np.ndarray, description: str) -> TokenText:
-        ids = np.asarray(tokens, dtype="<i4")
-        return cls(tokens=ids, sha256=hashlib.sha256(ids.tobytes()).hexdigest(), description=description)
+        ids = np.asarray(tokens, dtype=np.int32)
+        digest = hashlib.sha256(ids.astype("<i4").tobytes()).hexdigest()
+        return cls(tokens=ids, sha256=digest, description=description)
+
+    @property
+    def identity(self) -> TextIdentity:
+        """What an artifact remembers of this text."""
+        return TextIdentity(description=self.description, sha256=self.sha256, tokens=len(self.tokens))
 
 
 def wiki_summaries(split: Split, path: str | os.PathLike[str] | None = None) -> list[str]:

@@ -16,7 +16,6 @@ from oscar_jax import download
 
 _DISTRIBUTION = "oscar-jax"
 _OPTIONAL = ("torch", "triton", "matplotlib", "libtpu", "jax-cuda13-plugin")
-_MANIFEST = "manifest.json"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,7 +34,7 @@ def report(folder: Path) -> dict[str, Any]:
     Returns:
       A dict fit for JSON: `python`, `packages` (name, installed, wanted, ok), `optional` (name to version or None),
       `devices` (platform, kind, count), `implementations` (name to None if usable, else the reason), `downloads` (name
-      to path or None), `cache`, `artifacts` (paths) and `problems` (sentences).
+      to path or None), `cache`, `artifacts` (path, about, ok) and `problems` (sentences).
     """
     packages = _packages()
     devices, device_problem = _devices()
@@ -56,7 +55,7 @@ def report(folder: Path) -> dict[str, Any]:
         "implementations": implementations,
         "cache": str(download.cache_dir()),
         "downloads": {name: _text_or_none(download.find(name)) for name in download.ASSETS},
-        "artifacts": sorted(str(path.parent) for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{_MANIFEST}")),
+        "artifacts": _artifacts(folder),
         "problems": problems,
     }
 
@@ -79,7 +78,7 @@ def as_text(found: dict[str, Any]) -> str:
     lines += ["", f"downloads in {found['cache']}"]
     lines += [f"  {name:<18} {path or 'not fetched'}" for name, path in found["downloads"].items()]
     lines += ["", "artifacts below this folder"]
-    lines += [f"  {path}" for path in found["artifacts"]] or ["  none"]
+    lines += [f"  {each['path']}: {each['about']}" for each in found["artifacts"]] or ["  none"]
     lines += ["", *([f"problem: {problem}" for problem in found["problems"]] or ["no problems found"])]
     return "\n".join(lines)
 
@@ -121,6 +120,24 @@ def _implementations() -> tuple[dict[str, str | None], str | None]:
         return dispatch.availability(), None
     except (ImportError, RuntimeError) as error:
         return {}, f"the attention implementations cannot be listed: {error}"
+
+
+def _artifacts(folder: Path) -> list[dict[str, Any]]:
+    """Artifacts one or two levels below a folder, each with what it is or why it cannot be read."""
+    places = sorted({path.parents[1] for depth in ("*", "*/*") for path in folder.glob(f"{depth}/[0-9]*/manifest")})
+    if not places:
+        return []
+    from calib import artifact  # Orbax takes seconds to import, and most folders hold no artifact
+
+    rows = []
+    for place in places:
+        try:
+            manifest = artifact.read_manifest(place)
+            model = manifest.model.model_id if manifest.model else "a model not recorded"
+            rows.append({"path": str(place), "about": f"{manifest.recipe} for {model}", "ok": True})
+        except ValueError as error:
+            rows.append({"path": str(place), "about": str(error), "ok": False})
+    return rows
 
 
 def _installed(name: str) -> str | None:

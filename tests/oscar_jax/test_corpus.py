@@ -7,9 +7,10 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from calib.identity import TextIdentity
 from oscar_jax import corpus
 
 
@@ -90,6 +91,7 @@ def test_hash_is_that_of_the_ids(wiki):
     text = corpus.calibration_text(encode, 100, wiki_path=wiki)
     assert text.sha256 == hashlib.sha256(text.tokens.astype("<i4").tobytes()).hexdigest()
     assert text.sha256 != corpus.calibration_text(encode, 101, wiki_path=wiki).sha256
+    assert text.identity == TextIdentity(text.description, text.sha256, 100)
 
 
 def test_files_share_the_budget_and_a_short_one_leaves_its_rest(tmp_path):
@@ -140,6 +142,7 @@ def test_impossible_spans(tmp_path, tokens, offset, word):
         corpus.heldout_text(encode, tokens, file=path, offset=offset)
 
 
+@settings(deadline=None)
 @given(text=st.text(min_size=1, max_size=4000), offset=st.integers(0, 50), tokens=st.integers(1, 300))
 def test_span_of_a_prefix_equals_the_span_of_the_whole(text, offset, tokens):
     expected = encode(text)[offset : offset + tokens]

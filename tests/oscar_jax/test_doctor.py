@@ -10,7 +10,10 @@ import types
 
 import pytest
 
+from calib import artifact
+from calib.identity import ModelIdentity
 from oscar_jax import doctor, download
+from tests.pallas_kernels import codes as seeded
 
 
 @pytest.fixture
@@ -76,12 +79,21 @@ def test_files_are_found(dispatch, empty, declared):
     asset.path.parent.mkdir(parents=True)
     with asset.path.open("wb") as file:
         file.truncate(asset.bytes)
-    for name in ("one", "many/two"):
-        (empty / name).mkdir(parents=True)
-        (empty / name / "manifest.json").write_text("{}")
-    found = doctor.report(empty)
-    assert found["downloads"] == {"smollm2-135m": None, "wiki-summaries": str(asset.path)}
-    assert found["artifacts"] == [str(empty / "many/two"), str(empty / "one")]
+    assert doctor.report(empty)["downloads"] == {"smollm2-135m": None, "wiki-summaries": str(asset.path)}
+
+
+def test_artifacts_are_found_and_a_broken_one_is_named(dispatch, empty, declared):
+    declared()
+    codes = seeded.transform_codes("naive", "naive", layers=1, head_dim=16)
+    model = ModelIdentity("tiny", "llama", "c" * 64, None)
+    artifact.save(empty / "one", codes, artifact.Manifest(recipe="naive", model=model))
+    artifact.save(empty / "many" / "two", codes, artifact.Manifest(recipe="naive"))
+    (empty / "broken" / "0" / "manifest").mkdir(parents=True)
+    broken, two, one = doctor.report(empty)["artifacts"]
+    assert one == {"path": str(empty / "one"), "about": "naive for tiny", "ok": True}
+    assert two == {"path": str(empty / "many/two"), "about": "naive for a model not recorded", "ok": True}
+    assert (broken["path"], broken["ok"]) == (str(empty / "broken"), False)
+    assert str(empty / "broken") in broken["about"]
 
 
 def test_text_names_every_fact(dispatch, empty, declared, capsys):
