@@ -31,16 +31,17 @@ from pallas_kernels.transform_code import TransformCodes
 Output = Literal["last", "all", "hidden"]
 
 CHUNKS = (32, 256)
-"""Token counts of prefill calls. Each is one compilation; the last tokens of a prompt are padded to the next of them."""
+"""Token counts of prefill calls, each one compilation; the last tokens of a prompt are padded to the next of them."""
 
 
 def cache_config(
-    model: ModelConfig, *, max_length: int, tiers: Tiers = Tiers(), plain_dtype: str = "bfloat16", **options: Any
+    model: ModelConfig, *, max_length: int, tiers: Tiers | None = None, plain_dtype: str = "bfloat16", **options: Any
 ) -> CacheConfig:
     """The `CacheConfig` of a model.
 
     Args:
         max_length: longest sequence in tokens.
+        tiers: windows; None for the default ones.
         options: other fields of `CacheConfig`: `batch`, `step_tokens`, `pages`, `implementation`.
 
     Raises:
@@ -54,7 +55,7 @@ def cache_config(
         head_dim=model.head_dim,
         max_length=max_length,
         attention=AttentionSpec(model.softmax_scale),
-        tiers=tiers,
+        tiers=tiers or Tiers(),
         plain_dtype=plain_dtype,
         windows=model.windows if any(window is not None for window in model.windows) else None,
         **options,
