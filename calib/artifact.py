@@ -9,15 +9,18 @@ the files.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 import platform
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -198,8 +201,9 @@ def save(path: str | os.PathLike[str], codes: TransformCodes, manifest: Manifest
         _discard_unfinished(path)
         if not existed and path.is_dir() and not any(path.iterdir()):
             path.rmdir()
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else _first_line(error)
-        raise OSError(f"artifact {path}: cannot be written ({reason}); free space or choose another path.") from error
+        raise OSError(
+            f"artifact {path}: cannot be written ({_reason(error)}); free space or choose another path."
+        ) from error
     return manifest
 
 
@@ -220,14 +224,14 @@ def load(
             checks.
     """
     path = Path(path).absolute()
-    manifest = read_manifest(path)
+    step, manifest = _read_manifest(path)
     if model is not None and manifest.model is not None:
         _require_same_model(path, manifest.model, model)
     record = manifest.codes
     if record is None:
         raise ValueError(f"artifact {path}: the manifest describes no codes; calibrate again.")
     try:
-        arrays = _restore(path, record)
+        arrays = _restore(path, step, record)
         sides = {side: _code(getattr(record, side), arrays[side]) for side in SIDES}
         codes = TransformCodes(**sides, rotary=record.rotary, bucket=record.bucket, scale_dtype=record.scale_dtype)
         codes.check()
@@ -238,7 +242,11 @@ def load(
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """The manifest alone; raises ValueError as `load` does for what can be told from it."""
-    path = Path(path).absolute()
+    return _read_manifest(Path(path).absolute())[1]
+
+
+def _read_manifest(path: Path) -> tuple[int, Manifest]:
+    """Also the step it was read from, so that the arrays come from the same one."""
     if not path.is_dir():
         raise ValueError(f"artifact {path}: no such directory; make it with `oscar-jax calibrate --out {path}`.")
     with _manager(path) as manager:
@@ -250,31 +258,39 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         try:
             sealed = manager.restore(step, args=ocp.args.Composite(manifest=ocp.args.JsonRestore()))["manifest"]
         except Exception as error:
-            raise ValueError(f"artifact {path}: unreadable manifest ({_first_line(error)}); calibrate again.") from None
+            raise ValueError(f"artifact {path}: unreadable manifest ({_reason(error)}); calibrate again.") from None
     try:
-        return Manifest.from_json(_unsealed(sealed))
+        return step, Manifest.from_json(_unsealed(sealed))
     except ValueError as error:
         raise ValueError(f"artifact {path}: {error}") from None
 
 
-def _manager(path: Path) -> ocp.CheckpointManager:
-    return ocp.CheckpointManager(
-        path,
-        options=ocp.CheckpointManagerOptions(max_to_keep=1, create=False, enable_async_checkpointing=False),
-        item_handlers={"arrays": ocp.StandardCheckpointHandler(), "manifest": ocp.JsonCheckpointHandler()},
-    )
+@contextlib.contextmanager
+def _manager(path: Path) -> Iterator[ocp.CheckpointManager]:
+    """Orbax's manager of `path`, without the tracebacks it logs of errors that it also raises."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with ocp.CheckpointManager(
+            path,
+            options=ocp.CheckpointManagerOptions(max_to_keep=1, create=False, enable_async_checkpointing=False),
+            item_handlers={"arrays": ocp.StandardCheckpointHandler(), "manifest": ocp.JsonCheckpointHandler()},
+        ) as manager:
+            yield manager
+    finally:
+        logger.setLevel(level)
 
 
-def _restore(path: Path, record: CodesRecord) -> dict[str, dict[str, np.ndarray]]:
+def _restore(path: Path, step: int, record: CodesRecord) -> dict[str, dict[str, np.ndarray]]:
     """The arrays on the host, equal to the record in name, shape, dtype and hash."""
     expected = {f"{side}/{name}": array for side in SIDES for name, array in getattr(record, side).arrays.items()}
     with _manager(path) as manager:
-        step = manager.latest_step()
         try:
             metadata = manager.item_metadata(step)["arrays"]
             stored = {f"{side}/{name}": leaf for side, leaves in metadata.items() for name, leaf in leaves.items()}
         except Exception as error:
-            raise ValueError(f"the arrays' metadata cannot be read ({_first_line(error)}); calibrate again.") from None
+            raise ValueError(f"the arrays' metadata cannot be read ({_reason(error)}); calibrate again.") from None
         if stored.keys() != expected.keys():
             raise ValueError(
                 f"arrays {sorted(stored.keys() ^ expected.keys())} are in the files or the manifest but not in both; "
@@ -290,7 +306,7 @@ def _restore(path: Path, record: CodesRecord) -> dict[str, dict[str, np.ndarray]
         try:
             arrays = manager.restore(step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(target)))["arrays"]
         except Exception as error:
-            raise ValueError(f"the arrays cannot be read ({_first_line(error)}); calibrate again.") from None
+            raise ValueError(f"the arrays cannot be read ({_reason(error)}); calibrate again.") from None
     for name, array in expected.items():
         side, leaf = name.split("/")
         _require_like(f"{name} as read", arrays[side][leaf], array)
@@ -344,9 +360,7 @@ def _place(codes: TransformCodes, sharding: Placement | None) -> TransformCodes:
         try:
             return jax.device_put(leaf, target)
         except ValueError as error:
-            raise ValueError(
-                f"sharding: {name} {list(leaf.shape)} does not fit {target} ({_first_line(error)})."
-            ) from None
+            raise ValueError(f"sharding: {name} {list(leaf.shape)} does not fit {target} ({_reason(error)}).") from None
 
     return jax.tree_util.tree_map_with_path(place, codes)
 
@@ -395,6 +409,11 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _first_line(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
+    """The system's words for a failed operation where there are any, also inside TensorStore's; else one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     text = str(error).strip() or type(error).__name__
+    if code := re.search(r"os_error_code='(\d+)'", text):
+        return os.strerror(int(code[1]))
     return text.splitlines()[0][:200]

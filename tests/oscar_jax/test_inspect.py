@@ -1,0 +1,103 @@
+"""`inspect` tells what is in an artifact, as text and as JSON."""
+
+import json
+
+import numpy as np
+import pytest
+
+from calib import artifact
+from calib.identity import ModelIdentity, TextIdentity
+from oscar_jax import cli, inspect
+from pallas_kernels.tiers import Tiers
+from pallas_kernels.transform_code import bits_per_element
+from tests.pallas_kernels import codes as seeded
+
+MANIFEST = artifact.Manifest(
+    recipe="default",
+    model=ModelIdentity("tiny-llama", "llama", "c" * 64, "7" * 64),
+    text=TextIdentity("four novels", "e" * 64, 16384),
+    max_position=6144,
+)
+
+
+@pytest.fixture
+def codes():
+    return seeded.transform_codes(layers=3, bucket=256)
+
+
+@pytest.fixture
+def stored(tmp_path, codes):
+    artifact.save(tmp_path / "a", codes, MANIFEST)
+    return str(tmp_path / "a")
+
+
+def test_json_is_the_summary(stored, codes, capsys):
+    assert cli.main(["inspect", stored, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (found["recipe"], found["layers"], found["kv_heads"], found["head_dim"]) == ("default", 3, 2, 64)
+    assert (found["key"]["kind"], found["key"]["slots"], found["key"]["row_bits"]) == ("levels", 64, 144)
+    for side in ("key", "value"):
+        bits, mu = np.asarray(getattr(codes, side).bits), np.asarray(getattr(codes, side).mu, np.float64)
+        for index, layer in enumerate(found[side]["layers"]):
+            assert layer["layer"] == index
+            for name, width in (("6", 6), ("4", 4), ("2", 2), ("dropped", 0)):
+                counts = [(bits[index, head] == width).sum() for head in range(2)]
+                assert layer["bits"][name] == {
+                    "median": np.mean(counts),
+                    "least": min(counts),
+                    "most": max(counts),
+                }
+            assert layer["mean_abs_mu"] == pytest.approx(np.abs(mu[index]).mean(), rel=1e-12)
+            assert layer["max_abs_mu"] == pytest.approx(np.abs(mu[index]).max(), rel=1e-12)
+    for context, bits in found["bits_per_element"].items():
+        assert bits == bits_per_element(codes, Tiers(), int(context))
+    assert artifact.Manifest.from_json(found["manifest"]) == artifact.read_manifest(stored)
+
+
+def test_counts_differ_between_heads():
+    """Median and range over heads, on bits known by hand."""
+    code = seeded.transform_code("levels", kv_heads=3)
+    bits = np.repeat(np.repeat(np.array([[6, 4, 2, 0]], np.int8), 16, axis=1), 3, axis=0)[None]
+    bits[0, 0, :48], bits[0, 1, :16] = 2, 4
+    object.__setattr__(code, "bits", bits)
+    [layer] = inspect._side(code, (7,))["layers"]
+    assert layer["layer"] == 7
+    assert layer["bits"] == {
+        "6": {"median": 0, "least": 0, "most": 16},
+        "4": {"median": 16, "least": 0, "most": 32},
+        "2": {"median": 16, "least": 16, "most": 48},
+        "dropped": {"median": 16, "least": 16, "most": 16},
+    }
+
+
+def test_text_has_every_layer_and_the_provenance(stored, capsys):
+    assert cli.main(["inspect", stored]) == 0
+    text = capsys.readouterr().out
+    for expected in (
+        "tiny-llama (llama)",
+        "four novels, 16,384 tokens",
+        "3 layers, 2 KV heads of size 64",
+        "bucket       256, positions up to 6144",
+        "key: levels, N = 64 slots, 144 bits a row",
+        "2 (2-2)",
+        "at 131,072",
+    ):
+        assert expected in text
+    lines = [line.split()[0] for line in text.splitlines() if line[:5].strip().isdigit()]
+    assert lines == ["0", "1", "2"] * 2
+
+
+def test_text_of_imported_rotations(tmp_path, capsys):
+    codes = seeded.transform_codes("rotation-rank", "naive", layers=2)
+    artifact.save(tmp_path / "a", codes, artifact.Manifest("qqt_r_h_pbr+sst_r_h_pbr", layer_ids=(3, 7)))
+    assert cli.main(["inspect", str(tmp_path / "a")]) == 0
+    text = capsys.readouterr().out
+    assert "model        not recorded" in text
+    assert "text         none" in text
+    assert "key: minmax, clip rank 0.96, N = 64 slots, 160 bits a row" in text
+    assert [line.split()[0] for line in text.splitlines() if line[:5].strip().isdigit()] == ["3", "7"] * 2
+
+
+def test_a_missing_artifact_is_one_sentence(tmp_path, capsys):
+    assert cli.main(["inspect", str(tmp_path / "no")]) == 2
+    assert capsys.readouterr().err.startswith(f"oscar-jax: error: artifact {tmp_path}/no: no such directory;")
