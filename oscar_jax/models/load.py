@@ -10,28 +10,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from calib.identity import ModelIdentity
 from oscar_jax import download
 from oscar_jax.models import hf
 from oscar_jax.models.checkpoint import compute_dtype
 from oscar_jax.models.config import ModelConfig
 from oscar_jax.models.decoder import Decoder
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelIdentity:
-    """What an artifact remembers of its model, so that it refuses another.
-
-    Attributes:
-        model_id: the name the file gives itself, else that of the folder or file.
-        architecture: `ModelConfig.architecture`.
-        config_hash: `ModelConfig.config_hash()`.
-        tokenizer_hash: `tokenizer_hash` of the tokenizer, or None without one.
-    """
-
-    model_id: str
-    architecture: str
-    config_hash: str
-    tokenizer_hash: str | None
 
 
 @dataclasses.dataclass(frozen=True)
