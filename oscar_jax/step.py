@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -135,7 +135,12 @@ def make_step(
 
 
 def prefill(
-    step: Step, cache: KVCache, prompts: Sequence[Sequence[int]], *, chunks: Sequence[int] = CHUNKS
+    step: Step,
+    cache: KVCache,
+    prompts: Sequence[Sequence[int]],
+    *,
+    chunks: Sequence[int] = CHUNKS,
+    progress: Callable[[int], object] | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Stores prompts of any lengths, chunk by chunk.
 
@@ -143,6 +148,7 @@ def prefill(
         cache: donated.
         prompts: token ids, one sequence for each row of the batch; an empty one leaves its row alone.
         chunks: allowed tokens a call.
+        progress: called after each chunk with the tokens by which the longest prompt has advanced.
 
     Returns:
         Logits `[B, V]` after each prompt's last token (zeros for an empty one), and the new cache.
@@ -165,6 +171,9 @@ def prefill(
         ends = jnp.asarray((counts > 0) & (lengths <= start + size))[:, None]
         logits = jnp.where(ends, last, logits)
         start += size
+        if progress is not None:
+            jax.block_until_ready(logits)
+            progress(int(counts.max()))
     return logits, cache
 
 
