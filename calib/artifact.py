@@ -180,7 +180,7 @@ def save(path: str | os.PathLike[str], codes: TransformCodes, manifest: Manifest
             value=_side_record(codes.value, arrays["value"]),
         ),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        packages=_versions(),
+        packages=package_versions(),
         format_version=FORMAT_VERSION,
     )
     existed = path.exists()
@@ -399,7 +399,7 @@ def _discard_unfinished(path: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

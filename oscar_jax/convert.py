@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
             args.value_file,
             out=args.out,
             shape=None if model is None else (model.config.layers, model.config.kv_heads, model.config.head_dim),
-            identity=None if model is None else ModelIdentity(**vars(model.identity)),
+            identity=None if model is None else model.identity,
         )
         report = {
             "artifact": str(args.out),

@@ -1,0 +1,235 @@
+"""Calibration of a model on a text: run it, stream its queries, keys and values into moments, fit, and store."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from calib import artifact, fit, moments
+from calib.recipes import get as get_recipe
+from oscar_jax import corpus
+from oscar_jax.models import Decoder, LoadedModel, load, plain_attention
+from pallas_kernels.transform_code import TransformCodes
+
+STATISTICS_SINK, STATISTICS_RECENT = 16, 64  # windows of the history statistics, whatever windows will be served
+BUCKET = 2048
+# Keys and values of the first pass up to this size are kept in host memory for the second; else the model runs again.
+KEPT_BYTES = 1 << 30
+
+
+class Fitted(NamedTuple):
+    """One recipe's result: the codes, and the caller's part of the artifact's manifest."""
+
+    codes: TransformCodes
+    manifest: artifact.Manifest
+
+
+def encoder(model: LoadedModel) -> corpus.Encode:
+    """The model's tokenizer as a function of text, without special tokens.
+
+    Raises:
+        ValueError: a model without a tokenizer.
+    """
+    if model.tokenizer is None:
+        raise ValueError(
+            f"model {model.identity.model_id!r} has no tokenizer; expected one in its folder or GGUF file."
+        )
+    tokenizer = model.tokenizer
+
+    def encode(text: str) -> list[int]:
+        # verbose=False: texts longer than the model's context are cut into sequences later, no reason to warn.
+        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    return encode
+
+
+def calibrate(
+    model: LoadedModel,
+    text: corpus.TokenText,
+    recipes: Sequence[str],
+    *,
+    sequence: int | None = None,
+    bucket: int = BUCKET,
+    max_position: int | None = None,
+    value_metric: str = "output",
+    slots: int | tuple[int, int] | None = None,
+    progress: bool = True,
+) -> dict[str, Fitted]:
+    """Fits recipes to a model on a text, all from one or two passes over it.
+
+    Args:
+        text: cut into sequences; the last one may be shorter.
+        recipes: names.
+        sequence: tokens a sequence; by default a whole bucket with the windows of the statistics, as far as the model's
+            context and the text allow.
+        bucket: tokens a bucket of history.
+        max_position: longest context that will be served; the model's by default.
+        value_metric: "output" weighs errors of values by the output projection, "identity" all alike.
+        slots: see `fit.fit`.
+
+    Raises:
+        ValueError: a text too short for one history pair, a sequence that does not fit the text or the context, an
+            unknown recipe, NaN in the model's activations.
+    """
+    config, chosen = model.config, [get_recipe(name) for name in recipes]
+    sequence = _sequence(sequence, bucket, config.max_position, text)
+    measured = moments.init(
+        chosen,
+        layers=config.layers,
+        kv_heads=config.kv_heads,
+        q_heads=config.q_heads,
+        head_dim=config.head_dim,
+        bucket=bucket,
+        sink=STATISTICS_SINK,
+        recent=STATISTICS_RECENT,
+        value_metric=model.decoder.value_metric() if value_metric == "output" else None,
+        softmax_scale=config.softmax_scale,
+    )
+    passes = max(recipe.passes for recipe in chosen)
+    rows, lengths = _sequences(text.tokens, sequence)
+    add = partial(moments.accumulate, positions=np.arange(sequence), rope=config.rotary)
+    if measured.settings.groups:
+        kept: list[tuple[np.ndarray, np.ndarray]] = []
+        keep = passes == 2 and _kv_bytes(model, rows.size) <= KEPT_BYTES
+        for i, (q, k, v) in enumerate(_captured(model, rows, "calibrating", progress)):
+            measured = add(measured, q, k, v, lengths=lengths[i : i + 1])
+            if keep:
+                kept.append((np.asarray(k), np.asarray(v)))
+        if passes == 2:
+            first = fit.first_fit(measured)
+            source = ((None, k, v) for k, v in kept) if keep else _captured(model, rows, "second pass", progress)
+            for i, (q, k, v) in enumerate(source):
+                measured = add(
+                    measured,
+                    _no_queries(model, k) if q is None else q,
+                    k,
+                    v,
+                    lengths=lengths[i : i + 1],
+                    first_fit=first,
+                )
+    limit = max_position or config.max_position
+    results = {}
+    for recipe in chosen:
+        codes = fit.fit(measured, recipe, rope=config.rotary, max_position=limit, slots=slots)
+        results[recipe.name] = Fitted(codes, _manifest(model, text, recipe.name, codes, measured, limit, value_metric))
+    return results
+
+
+def _sequence(sequence: int | None, bucket: int, context: int, text: corpus.TokenText) -> int:
+    tokens, least = len(text.tokens), STATISTICS_SINK + STATISTICS_RECENT + 1
+    if tokens < least:
+        raise ValueError(
+            f"text: {text.description} holds {tokens} tokens, {least} are the fewest to calibrate on; give more."
+        )
+    if sequence is None:
+        return min(bucket + STATISTICS_SINK + STATISTICS_RECENT, context, tokens)
+    if sequence > context:
+        raise ValueError(f"sequence={sequence}: the model's context is {context} tokens; use a shorter sequence.")
+    if sequence > tokens:
+        raise ValueError(
+            f"text: {tokens} tokens are shorter than one sequence of {sequence}; give more text or a shorter sequence."
+        )
+    if sequence < least:
+        raise ValueError(f"sequence={sequence}: expected at least {least} tokens, so that a query has history.")
+    return sequence
+
+
+def _sequences(tokens: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray]:
+    """Padded rows `[n, sequence]` and their lengths `[n]`; a rest too short for history is dropped."""
+    rest = len(tokens) % sequence
+    if rest <= STATISTICS_SINK + STATISTICS_RECENT:
+        tokens, rest = tokens[: len(tokens) - rest], 0
+    count = -(-len(tokens) // sequence)
+    rows = np.zeros(count * sequence, np.int32)
+    rows[: len(tokens)] = tokens
+    lengths = np.full(count, sequence, np.int32)
+    lengths[-1] = rest or sequence
+    return rows.reshape(count, sequence), lengths
+
+
+def _captured(
+    model: LoadedModel, rows: np.ndarray, description: str, progress: bool
+) -> Iterator[tuple[jax.Array, jax.Array, jax.Array]]:
+    """q `[L, 1, T, N, D]` and k, v `[L, 1, T, K, D]` of each row."""
+    for row in tqdm(rows, desc=description, unit="sequence", disable=not progress, file=sys.stderr):
+        yield _capture(model.decoder, jnp.asarray(row[None]))
+
+
+@jax.jit
+def _capture(decoder: Decoder, tokens: jax.Array):
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return decoder(tokens, positions, plain_attention(decoder.config, capture=True), None)[2]
+
+
+def _no_queries(model: LoadedModel, k: np.ndarray) -> np.ndarray:
+    """Stands in for the queries that the second pass does not read."""
+    return np.broadcast_to(np.float32(0), (*k.shape[:3], model.config.q_heads, model.config.head_dim))
+
+
+def _kv_bytes(model: LoadedModel, tokens: int) -> int:
+    config = model.config
+    return 2 * tokens * config.layers * config.kv_heads * config.head_dim * model.decoder.dtype.itemsize
+
+
+def _manifest(
+    model, text, recipe: str, codes: TransformCodes, measured, max_position: int, value_metric: str
+) -> artifact.Manifest:
+    groups = measured.settings.groups
+    return artifact.Manifest(
+        recipe=recipe,
+        model=model.identity,
+        text=text.identity if groups else None,
+        value_metric={"output": "output-projection"}.get(value_metric, value_metric)
+        if "weighted" in groups
+        else "none",
+        statistics_sink=STATISTICS_SINK if "weighted" in groups else None,
+        statistics_recent=STATISTICS_RECENT if "weighted" in groups else None,
+        max_position=max_position if codes.bucket else None,
+        covered_positions=fit.covered_positions(measured) if codes.bucket else None,
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """`oscar-jax calibrate`."""
+    begin = time.perf_counter()
+    for recipe in args.recipe:
+        get_recipe(recipe)
+    model = load(args.model)
+    text = corpus.calibration_text(encoder(model), args.tokens, files=args.text)
+    results = calibrate(
+        model,
+        text,
+        args.recipe,
+        sequence=args.sequence,
+        bucket=args.bucket,
+        max_position=args.max_position,
+        value_metric=args.value_metric,
+    )
+    paths = {name: Path(args.out) if len(results) == 1 else Path(args.out) / name for name in results}
+    for name, (codes, manifest) in results.items():
+        artifact.save(paths[name], codes, manifest)
+    report: dict[str, Any] = {
+        "artifacts": {name: str(path) for name, path in paths.items()},
+        "model": model.identity.model_id,
+        "text": text.description,
+        "text_sha256": text.sha256,
+        "tokens": len(text.tokens),
+        "seconds": time.perf_counter() - begin,
+    }
+    if args.json:
+        print(json.dumps(report))
+    else:
+        print(f"calibrated {report['model']} on {text.description} in {report['seconds']:.0f} s")
+        print("\n".join(f"  {name}: {path}" for name, path in paths.items()))
+    return 0

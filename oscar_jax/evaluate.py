@@ -1,0 +1,260 @@
+"""What a 2-bit cache costs: every arm decodes the same text through its real cache and is compared with the plain one.
+
+The text is prefilled in chunks. What a query reads depends on its position only (`pallas_kernels.tiers`), so the logits
+are those of decoding token by token, at the speed of a prefill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from calib import artifact
+from oscar_jax import cache as kv_cache
+from oscar_jax import calibrate, corpus
+from oscar_jax.models import LoadedModel, load
+from oscar_jax.step import cache_config, make_step
+from pallas_kernels.tiers import Tiers
+from pallas_kernels.transform_code import TransformCodes
+
+BASELINE = "bf16"
+CHUNK = 256
+SETTLED = 64  # tokens past the windows after which positions are measured: every query then reads some history
+BIN = 64  # positions averaged together in `kl_by_position`
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Per-position results of one arm, all float64 `[windows, positions]`.
+
+    Attributes:
+        kl: divergence of the arm's next-token distribution from the baseline's, KL(baseline || arm), nats.
+        nll: negative log-likelihood of the text's next token, nats.
+        agrees: 1 where both arms' most likely token is the same.
+        cache_bytes: bytes of the arm's cache arrays on the device, all windows together.
+        bits_per_element: by the formula, at the window's length.
+    """
+
+    kl: np.ndarray
+    nll: np.ndarray
+    agrees: np.ndarray
+    cache_bytes: int
+    bits_per_element: float
+
+
+def score(
+    model: LoadedModel,
+    arms: Mapping[str, TransformCodes],
+    windows: np.ndarray,
+    *,
+    tiers: Tiers,
+    progress: bool = True,
+) -> dict[str, Scores]:
+    """Runs the baseline and every arm over the same windows, chunk by chunk side by side.
+
+    Args:
+        arms: transform codes by arm.
+        windows: int `[windows, tokens]`; each is one sequence from position 0.
+
+    Returns:
+        Scores by arm, the baseline first; positions `sink + recent + SETTLED` to the last but one.
+
+    Raises:
+        ValueError: windows too short to measure anything, or longer than the model's context.
+    """
+    batch, length = windows.shape
+    first = tiers.sink + tiers.recent + SETTLED
+    if length < first + 2:
+        raise ValueError(
+            f"windows of {length} tokens: with sink={tiers.sink} and recent={tiers.recent} expected at least "
+            f"{first + 2}."
+        )
+    if length > model.config.max_position:
+        raise ValueError(
+            f"windows of {length} tokens: the model's context is {model.config.max_position}; use a shorter window."
+        )
+    codes: dict[str, TransformCodes | None] = {BASELINE: None, **arms}
+    plain = dataclasses.replace(tiers, recent=max(tiers.recent, length - tiers.sink))
+    steps = {}
+    for name, code in codes.items():
+        config = cache_config(model.config, max_length=length, tiers=plain if code is None else tiers, batch=batch)
+        steps[name] = make_step(model.decoder, config, code)
+    caches = {name: step.init() for name, step in steps.items()}
+    targets = np.concatenate([windows[:, 1:], np.zeros((batch, 1), windows.dtype)], axis=1)
+    found: dict[str, list[tuple[np.ndarray, ...]]] = {name: [] for name in codes}
+    for start in tqdm(range(0, length, CHUNK), desc="evaluating", unit="chunk", disable=not progress, file=sys.stderr):
+        tokens, counts = _padded(windows[:, start : start + CHUNK])
+        reference = None
+        for name in codes:
+            hidden, caches[name] = steps[name](caches[name], tokens, counts, output="hidden")
+            begin, end = max(first, start) - start, min(length - 1, start + CHUNK) - start
+            if begin >= end:
+                continue
+            kept = jnp.asarray(targets[:, start + begin : start + end])
+            log_p, *results = _compare(model.decoder, hidden[:, begin:end], kept, reference)
+            reference = log_p if reference is None else reference
+            found[name].append(tuple(np.asarray(x, np.float64) for x in results))
+    scores = {}
+    for name, code in codes.items():
+        kl, nll, agrees = (np.concatenate(parts, axis=1) for parts in zip(*found[name], strict=True))
+        total = kv_cache.cache_bytes(caches[name])["total"]
+        scores[name] = Scores(kl, nll, agrees, total, kv_cache.expected_bits(steps[name].config, code, length))
+    return scores
+
+
+def _padded(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    batch, count = tokens.shape
+    return np.pad(tokens, ((0, 0), (0, CHUNK - count))), np.full(batch, count, np.int32)
+
+
+@jax.jit
+def _compare(decoder, hidden, targets, reference):
+    log_p = jax.nn.log_softmax(decoder.logits(hidden), axis=-1)
+    base = log_p if reference is None else reference
+    kl = (jnp.exp(base) * (base - log_p)).sum(-1)
+    nll = -jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
+    return log_p if reference is None else None, kl, nll, log_p.argmax(-1) == base.argmax(-1)
+
+
+def summarize(scores: Mapping[str, Scores], *, first: int) -> dict[str, dict[str, Any]]:
+    """The report's `arms`.
+
+    Args:
+        first: position of the first measured query.
+
+    Returns:
+        By arm `kl_mean`, `kl_median`, `kl_p99` (nats), `kl_standard_error` (of blocks of `BIN` positions),
+        `ppl`, `dppl_percent`, `top1` (share), `cache_bytes`, `bits_per_element` and `kl_by_position` (means over `BIN`
+        positions from each `position` on).
+    """
+    base_nll = scores[BASELINE].nll.mean()
+    arms = {}
+    for name, arm in scores.items():
+        starts = range(0, arm.kl.shape[1], BIN)
+        blocks = np.array([arm.kl[:, i : i + BIN].mean(1) for i in starts])
+        arms[name] = {
+            "kl_mean": float(arm.kl.mean()),
+            "kl_standard_error": float(blocks.std(ddof=1) / np.sqrt(blocks.size)) if blocks.size > 1 else None,
+            "kl_median": float(np.median(arm.kl)),
+            "kl_p99": float(np.quantile(arm.kl, 0.99)),
+            "ppl": float(np.exp(arm.nll.mean())),
+            "dppl_percent": float(100 * np.expm1(arm.nll.mean() - base_nll)),
+            "top1": float(arm.agrees.mean()),
+            "cache_bytes": arm.cache_bytes,
+            "bits_per_element": arm.bits_per_element,
+            "kl_by_position": {"position": [first + i for i in starts], "kl": [float(x) for x in blocks.mean(1)]},
+        }
+    return arms
+
+
+def evaluate(
+    model: LoadedModel,
+    arms: Mapping[str, TransformCodes],
+    text: corpus.TokenText,
+    *,
+    sequence: int,
+    tiers: Tiers,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Scores whole windows of a text and reports them, with what is needed to repeat the measurement.
+
+    Args:
+        sequence: tokens a window; a rest shorter than a window is left out.
+
+    Raises:
+        ValueError: a text shorter than one window.
+    """
+    count = len(text.tokens) // sequence
+    if not count:
+        raise ValueError(
+            f"text: {text.description} is shorter than one window of {sequence} tokens; give a longer text."
+        )
+    windows = text.tokens[: count * sequence].reshape(count, sequence)
+    begin = time.perf_counter()
+    scores = score(model, arms, windows, tiers=tiers, progress=progress)
+    first = tiers.sink + tiers.recent + SETTLED
+    return {
+        "arms": summarize(scores, first=first),
+        "seconds": time.perf_counter() - begin,
+        "model": model.identity.model_id,
+        "text": text.description,
+        "text_sha256": text.sha256,
+        "windows": count,
+        "tokens": count * sequence,
+        "sequence": sequence,
+        "positions": [first, sequence - 2],
+        **dataclasses.asdict(tiers),
+        "versions": artifact.package_versions(),
+    }
+
+
+def table(arms: Mapping[str, Mapping[str, Any]]) -> str:
+    """The report's arms for people."""
+    rows = [("arm", "KL (nats)", "KL p99", "ppl", "change", "top-1", "cache MB", "bits/element")]
+    for name, arm in arms.items():
+        rows.append(
+            (
+                name,
+                f"{arm['kl_mean']:.4f}",
+                f"{arm['kl_p99']:.3f}",
+                f"{arm['ppl']:.2f}",
+                f"{arm['dppl_percent']:+.1f} %",
+                f"{100 * arm['top1']:.1f} %",
+                f"{arm['cache_bytes'] / 1e6:.2f}",
+                f"{arm['bits_per_element']:.2f}",
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def run(args: argparse.Namespace) -> int:
+    """`oscar-jax evaluate`."""
+    model = load(args.model)
+    encode = calibrate.encoder(model)
+    tiers = Tiers(sink=args.sink, recent=args.recent)
+    text = corpus.heldout_text(encode, args.tokens, file=args.text, offset=args.offset, minimum=args.sequence)
+    arms: dict[str, TransformCodes] = {}
+    for path in args.artifact:
+        codes, manifest = artifact.load(path, model=model.identity)
+        arms[_unused(manifest.recipe, arms)] = codes
+    recipes = [name for name in args.recipes if name != BASELINE]
+    calibration = None
+    if recipes:
+        files = [args.calibrate_on] if args.calibrate_on else []
+        source = corpus.calibration_text(encode, args.calibration_tokens, files=files)
+        fitted = calibrate.calibrate(
+            model, source, recipes, sequence=args.calibration_sequence, max_position=args.max_position
+        )
+        arms |= {name: codes for name, (codes, _) in fitted.items()}
+        calibration = {"text": source.description, "text_sha256": source.sha256, "tokens": len(source.tokens)}
+    if not arms:
+        raise ValueError("nothing to evaluate: give --recipes, such as oscar-reference,default, or --artifact.")
+    report = evaluate(model, arms, text, sequence=args.sequence, tiers=tiers) | {"calibration": calibration}
+    print(table(report["arms"]), file=sys.stderr if args.json else sys.stdout)
+    if args.json:
+        print(json.dumps(report))
+    return 0
+
+
+def _unused(name: str, taken: Mapping[str, Any] | Sequence[str]) -> str:
+    if name not in taken and name != BASELINE:
+        return name
+    number = next(i for i in range(2, len(taken) + 3) if f"{name}-{i}" not in taken)
+    return f"{name}-{number}"
