@@ -53,6 +53,13 @@ _REFUSED = (
 )
 
 
+class _Reader(GGUFReader):
+    """`GGUFReader` over a plain view of its memory map, because slicing an `np.memmap` for each token string is slow."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
+
+
 class GgufModel:
     """An open GGUF file. Metadata is read at once, tensors when a decoder is made.
 
@@ -63,7 +70,7 @@ class GgufModel:
     def __init__(self, path: Path):
         self.path = path
         try:
-            self._reader = GGUFReader(path)
+            self._reader = _Reader(path)
         except (ValueError, IndexError) as error:
             raise ValueError(f"source={str(path)!r} is no readable GGUF file ({error}).") from error
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}

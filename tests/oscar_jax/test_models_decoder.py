@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.typing import DTypeLike
 
 from oscar_jax import models
 from oscar_jax.models.attention import causal_attention
@@ -20,7 +21,7 @@ def _tokens(config: models.ModelConfig, batch: int, length: int, seed: int = 1) 
     return jnp.asarray(tokens), jnp.broadcast_to(jnp.arange(length), (batch, length))
 
 
-def _dense_cache(config: models.ModelConfig, length: int, dtype: object) -> dict[str, jax.Array]:
+def _dense_cache(config: models.ModelConfig, length: int, dtype: DTypeLike) -> dict[str, jax.Array]:
     shape = (config.layers, 1, length, config.kv_heads, config.head_dim)
     return {"k": jnp.full(shape, jnp.nan, dtype), "v": jnp.full(shape, jnp.nan, dtype), "end": jnp.int32(0)}
 
@@ -70,7 +71,9 @@ def test_state_is_updated_in_place_and_weights_are_untouched():
     cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
     tokens, positions = _tokens(config, 1, 1)
     step = jax.jit(lambda decoder, cache: decoder(tokens, positions, _attend_dense, cache)[:2], donate_argnums=1)
-    assert step.lower(decoder, cache).compile().memory_analysis().alias_size_in_bytes >= cache_bytes
+    memory = step.lower(decoder, cache).compile().memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes >= cache_bytes
     held = cache["k"]
     step(decoder, cache)
     assert held.is_deleted()
