@@ -11,6 +11,7 @@ import errno
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -46,6 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
       The exit code. Wrong usage exits through SystemExit(2), as argparse does.
     """
     args = parser().parse_args(argv)
+    with warnings.catch_warnings():
+        warnings.showwarning = _Warner()
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     try:
         return importlib.import_module(_HANDLERS[args.command]).run(args)
     except KeyboardInterrupt:
@@ -61,6 +68,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"oscar-jax: error: {sentence(error)}", file=sys.stderr)
         return 2 if isinstance(error, _INPUT_ERRORS) and not _is_disk_full(error) else 1
+
+
+class _Warner:
+    """Shows each warning once, as one sentence and without the line of code it came from."""
+
+    def __init__(self):
+        self._shown: set[str] = set()
+
+    def __call__(
+        self, message: Warning | str, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
+    ):
+        if str(message) not in self._shown:
+            self._shown.add(str(message))
+            print(f"oscar-jax: warning: {message}", file=sys.stderr)
 
 
 def sentence(error: Exception) -> str:

@@ -110,7 +110,7 @@ def _answers(
     say(f"one prompt, {len(encode(prompt))} tokens, answered with both caches:\n  {shown!r}")
     found: dict[str, Any] = {"prompt": prompt}
     for name, code in ((evaluate.BASELINE, None), (recipe, codes)):
-        answer = generate.complete(model, prompt, codes=code, tiers=tiers, max_tokens=args.max_tokens, chat=True)
+        answer = generate.complete(model, prompt, codes=code, tiers=tiers, max_tokens=args.max_tokens)
         found[name] = {
             "text": answer.text,
             "cache_bytes": answer.cache_bytes,

@@ -11,6 +11,7 @@ import sys
 import time
 import tomllib
 import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -290,3 +291,16 @@ def test_readme_and_project_agree_on_versions():
 def test_console_script_is_this_main():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["scripts"] == {"oscar-jax": "oscar_jax.cli:main"}
+
+
+def test_a_warning_is_one_sentence_and_comes_once(handler, capsys):
+    def work(args):
+        for _ in range(2):
+            warnings.warn("thin statistics: 3 tokens", UserWarning, stacklevel=1)
+        return 0
+
+    handler.work = work
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert cli.main(["doctor"]) == 0
+    assert capsys.readouterr().err == "oscar-jax: warning: thin statistics: 3 tokens\n"

@@ -1,0 +1,154 @@
+"""Calibration of a model on a text, and its command."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from calib import artifact
+from calib.fit import BucketCoverageWarning, ThinStatisticsWarning
+from oscar_jax import calibrate as calibration
+from oscar_jax import cli, corpus
+
+RECIPES = ["naive", "oscar-reference", "default"]
+pytestmark = [
+    # Tests calibrate on little text; that the warnings come is a test of its own.
+    pytest.mark.filterwarnings("ignore::calib.fit.ThinStatisticsWarning"),
+    pytest.mark.filterwarnings("ignore::calib.fit.BucketCoverageWarning"),
+]
+
+
+def source(tiny_text, model, tokens=1200):
+    return corpus.calibration_text(calibration.encoder(model), tokens, files=[tiny_text / "calibration.txt"])
+
+
+@pytest.fixture(scope="module")
+def fitted(tiny, tiny_text):
+    with pytest.warns((ThinStatisticsWarning, BucketCoverageWarning)):
+        return calibration.calibrate(tiny, source(tiny_text, tiny), RECIPES, sequence=400, bucket=256, progress=False)
+
+
+def test_recipes_share_passes_and_say_where_they_come_from(fitted, tiny, tiny_text):
+    assert list(fitted) == RECIPES
+    codes, manifest = fitted["default"]
+    assert (codes.bucket, codes.rotary) == (256, tiny.config.rotary)
+    assert manifest.model == tiny.identity
+    assert manifest.text == source(tiny_text, tiny).identity
+    assert manifest.value_metric == "output-projection"
+    assert (manifest.statistics_sink, manifest.statistics_recent) == (16, 64)
+    assert manifest.max_position == tiny.config.max_position
+    assert manifest.covered_positions == 256
+    assert fitted["naive"].codes.bucket is None
+    alone = calibration.calibrate(tiny, source(tiny_text, tiny), ["default"], sequence=400, bucket=256, progress=False)
+    np.testing.assert_array_equal(alone["default"].codes.key.encode, codes.key.encode)
+
+
+def test_running_the_model_twice_equals_keeping_its_activations(fitted, tiny, tiny_text, monkeypatch):
+    monkeypatch.setattr(calibration, "KEPT_BYTES", 0)
+    again = calibration.calibrate(
+        tiny, source(tiny_text, tiny), ["oscar-reference"], sequence=400, bucket=256, progress=False
+    )
+    for side in ("key", "value"):
+        old = getattr(fitted["oscar-reference"].codes, side)
+        np.testing.assert_array_equal(getattr(again["oscar-reference"].codes, side).encode, old.encode)
+
+
+def test_a_rest_of_the_text_is_used_and_padding_is_not():
+    rows, lengths = calibration._sequences(np.arange(1, 1101, dtype=np.int32), 400)
+    assert rows.shape == (3, 400)
+    assert lengths.tolist() == [400, 400, 300]
+    assert rows[2, 300:].sum() == 0
+    rows, lengths = calibration._sequences(np.arange(1, 851, dtype=np.int32), 400)
+    assert rows.shape == (2, 400)  # 50 tokens hold no history pair
+    assert lengths.tolist() == [400, 400]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "message"),
+    [
+        (60, {}, "holds 60 tokens, 81 are the fewest"),
+        (500, {"sequence": 501}, "shorter than one sequence of 501"),
+        (1000, {"sequence": 900}, "context is 768 tokens"),
+        (500, {"sequence": 50}, "at least 81"),
+        (500, {"recipes": ["oscar-deluxe"]}, "oscar-deluxe"),
+    ],
+)
+def test_requests_that_cannot_be_met_are_one_sentence(tiny, tiny_text, tokens, options, message):
+    options = {"recipes": ["default"]} | options
+    with pytest.raises(ValueError, match=message) as error:
+        calibration.calibrate(tiny, source(tiny_text, tiny, tokens), progress=False, **options)
+    assert "\n" not in str(error.value)
+
+
+def run(*arguments):
+    return cli.main([str(argument) for argument in arguments])
+
+
+def test_the_command_writes_one_artifact_a_recipe(tiny, tiny_folder, tiny_text, tmp_path, capsys):
+    arguments = ["--text", tiny_text / "calibration.txt", "--tokens", 800, "--sequence", 400, "--bucket", 256, "--json"]
+    assert run("calibrate", "--model", tiny_folder, "--recipe", "naive,default", "--out", tmp_path, *arguments) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["tokens"] == 800
+    for name, path in report["artifacts"].items():
+        _, manifest = artifact.load(path, model=tiny.identity)
+        assert manifest.recipe == name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "/nowhere/model"], "/nowhere/model"),
+        (["--text", "{empty}"], "is empty"),
+        (["--text", "/nowhere/text"], "does not exist"),
+        (["--recipe", "oscar-deluxe"], "oscar-deluxe"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_writes_nothing(tiny_folder, tiny_text, tmp_path, capsys, arguments, message):
+    (tmp_path / "empty").write_text("  \n")
+    arguments = [argument.replace("{empty}", str(tmp_path / "empty")) for argument in arguments]
+    defaults = ["--model", tiny_folder, "--text", tiny_text / "calibration.txt"]
+    if arguments[0] in ("--model", "--text"):
+        at = defaults.index(arguments[0])
+        del defaults[at : at + 2]
+    assert run("calibrate", "--out", tmp_path / "out", *defaults, *arguments) == 2
+    error = capsys.readouterr().err
+    assert error.count("oscar-jax: error:") == 1
+    assert message in error
+    assert not (tmp_path / "out").exists()
+
+
+def killed(command, after):
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        process.wait(timeout=after)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.slow
+def test_killing_calibrate_leaves_the_old_artifact_or_the_new_one(tiny, tiny_folder, tiny_text, tmp_path):
+    """At random moments of the whole run; tests/calib/test_artifact.py kills the write itself again and again."""
+    out = tmp_path / "artifact"
+    command = [
+        *(sys.executable, "-m", "oscar_jax.cli", "calibrate", "--model", str(tiny_folder), "--out", str(out)),
+        *("--text", str(tiny_text / "calibration.txt"), "--tokens", "800", "--sequence", "400", "--bucket", "256"),
+    ]
+    begin = time.perf_counter()
+    killed(command, 1.0)
+    assert not out.exists() or not any(out.glob("[0-9]*"))
+    subprocess.run(command, check=True)
+    duration = time.perf_counter() - begin
+    written = artifact.read_manifest(out)
+    moments = random.Random(0)
+    for _ in range(6):
+        killed(command, duration * moments.uniform(0.3, 1.1))
+        _, found = artifact.load(out, model=tiny.identity)
+        assert found.codes == written.codes
+    subprocess.run(command, check=True)
+    assert artifact.load(out)[1].codes == written.codes

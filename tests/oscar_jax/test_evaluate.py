@@ -1,0 +1,153 @@
+"""Evaluation through the real cache, and the demo on a tiny model."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from calib import artifact
+from oscar_jax import calibrate as calibration
+from oscar_jax import cli, corpus, evaluate
+from oscar_jax.cache import cache_bytes
+from oscar_jax.models import plain_attention
+from oscar_jax.step import cache_config, make_step
+from pallas_kernels.tiers import Tiers
+
+TIERS = Tiers(sink=8, recent=32, group=8, page=16)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::calib.fit.ThinStatisticsWarning"),
+    pytest.mark.filterwarnings("ignore::calib.fit.BucketCoverageWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def arms(tiny, tiny_text):
+    text = corpus.calibration_text(calibration.encoder(tiny), 1200, files=[tiny_text / "calibration.txt"])
+    fitted = calibration.calibrate(tiny, text, ["naive", "default"], sequence=400, bucket=256, progress=False)
+    return {name: codes for name, (codes, _) in fitted.items()}
+
+
+@pytest.fixture(scope="module")
+def heldout(tiny, tiny_text):
+    return corpus.heldout_text(calibration.encoder(tiny), 800, file=tiny_text / "heldout.txt")
+
+
+@pytest.fixture(scope="module")
+def scores(tiny, arms, heldout):
+    return evaluate.score(tiny, arms, heldout.tokens.reshape(2, 400), tiers=TIERS, progress=False)
+
+
+def test_the_baseline_costs_nothing_and_better_codes_cost_less(scores):
+    assert (scores["bf16"].kl == 0).all()
+    assert scores["bf16"].agrees.all()
+    assert 0 < scores["default"].kl.mean() < scores["naive"].kl.mean()
+    assert scores["default"].bits_per_element < scores["naive"].bits_per_element < 16
+    assert scores["default"].cache_bytes < scores["naive"].cache_bytes < scores["bf16"].cache_bytes
+
+
+def test_baseline_likelihood_equals_a_forward_without_a_cache(tiny, scores, heldout):
+    windows = jnp.asarray(heldout.tokens.reshape(2, 400))
+    positions = jnp.broadcast_to(jnp.arange(400), windows.shape)
+    hidden = tiny.decoder(windows, positions, plain_attention(tiny.config), None)[0]
+    log_p = jax.nn.log_softmax(tiny.decoder.logits(hidden), axis=-1)
+    nll = -np.take_along_axis(np.asarray(log_p)[:, :-1], np.asarray(windows)[:, 1:, None], axis=-1)[..., 0]
+    first = TIERS.sink + TIERS.recent + evaluate.SETTLED
+    assert scores["bf16"].nll.shape == nll[:, first:].shape
+    assert abs(scores["bf16"].nll.mean() - nll[:, first:].mean()) < 0.01  # bf16 keys and values
+
+
+def test_chunks_give_what_decoding_token_by_token_gives(tiny, arms, scores, heldout):
+    """The claim that the shortcut rests on: rule E3 with bf16 tiers, KL between runs at most 2e-4."""
+    window = heldout.tokens[:200].reshape(1, 200)
+    config = cache_config(tiny.config, max_length=200, tiers=TIERS)
+    step = make_step(tiny.decoder, config, arms["default"])
+    cache, logits = step.init(), []
+    for token in window[0]:
+        row, cache = step(cache, [[token]])
+        logits.append(row)
+    streamed = jax.nn.log_softmax(jnp.stack(logits, axis=1), axis=-1)
+    whole, _ = step(step.init(), window, output="all")
+    whole = jax.nn.log_softmax(whole, axis=-1)
+    assert float((jnp.exp(streamed) * (streamed - whole)).sum(-1).mean()) < 2e-4
+
+
+def test_bytes_are_those_of_the_arrays(tiny, arms, scores):
+    config = cache_config(tiny.config, max_length=400, tiers=TIERS, batch=2)
+    cache = make_step(tiny.decoder, config, arms["default"]).init()
+    assert scores["default"].cache_bytes == cache_bytes(cache)["total"] == sum(x.nbytes for x in jax.tree.leaves(cache))
+
+
+def test_the_report_repeats_from_its_fields(tiny, arms, heldout):
+    report = evaluate.evaluate(tiny, arms, heldout, sequence=400, tiers=TIERS, progress=False)
+    assert (report["windows"], report["tokens"], report["positions"]) == (2, 800, [104, 398])
+    wanted = {"kl_mean", "kl_p99", "ppl", "dppl_percent", "top1", "cache_bytes", "bits_per_element"}
+    for arm in report["arms"].values():
+        assert wanted <= arm.keys()
+        bins = arm["kl_by_position"]
+        assert bins["position"][0] == 104
+        assert len(bins["position"]) == len(bins["kl"])
+    assert report["arms"]["bf16"]["dppl_percent"] == 0
+    json.dumps(report)
+    assert "default" in evaluate.table(report["arms"])
+
+
+def test_requests_that_cannot_be_met_are_one_sentence(tiny, arms, heldout):
+    with pytest.raises(ValueError, match="shorter than one window of 801"):
+        evaluate.evaluate(tiny, arms, heldout, sequence=801, tiers=TIERS)
+    with pytest.raises(ValueError, match="expected at least 106"):
+        evaluate.score(tiny, arms, heldout.tokens[None, :105], tiers=TIERS)
+    with pytest.raises(ValueError, match="context is 768"):
+        evaluate.score(tiny, arms, np.zeros((1, 769), np.int32), tiers=TIERS)
+
+
+def run(*arguments):
+    return cli.main([str(argument) for argument in arguments])
+
+
+def test_the_command_runs_recipes_and_artifacts_side_by_side(tiny, tiny_folder, tiny_text, arms, tmp_path, capsys):
+    artifact.save(tmp_path / "saved", arms["default"], artifact.Manifest(recipe="default", model=tiny.identity))
+    common = ["--model", tiny_folder, "--text", tiny_text / "heldout.txt", "--tokens", 400, "--sequence", 400]
+    windows = ["--sink", 8, "--recent", 32, "--json"]
+    calibrated = ["--calibrate-on", tiny_text / "calibration.txt", "--calibration-tokens", 800]
+    saved = ["--artifact", tmp_path / "saved", "--artifact", tmp_path / "saved"]
+    assert run("evaluate", *common, *windows, *calibrated, "--recipes", "bf16,hadamard", *saved) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(report["arms"]) == ["bf16", "default", "default-2", "hadamard"]
+    assert report["arms"]["default"]["kl_mean"] == report["arms"]["default-2"]["kl_mean"]
+    assert run("evaluate", *common, *windows) == 2
+    assert "nothing to evaluate" in capsys.readouterr().err
+    assert run("evaluate", *common[:-1], 50_000, *windows, "--recipes", "naive") == 2
+    assert "are needed for one window" in capsys.readouterr().err
+
+
+def test_an_artifact_of_another_model_is_refused(tiny_folder, tiny_text, arms, tiny, tmp_path, capsys):
+    from tests import tiny_model
+
+    other = tiny_model.write(tmp_path / "other", num_hidden_layers=3)
+    artifact.save(tmp_path / "saved", arms["default"], artifact.Manifest(recipe="default", model=tiny.identity))
+    arguments = ["--text", tiny_text / "heldout.txt", "--tokens", 400, "--sequence", 400]
+    assert run("evaluate", "--model", other, *arguments, "--artifact", tmp_path / "saved") == 2
+    assert "calibrate this model" in capsys.readouterr().err
+
+
+def test_the_demo_writes_its_report_and_picture(tiny_folder, tiny_text, tmp_path, capsys, monkeypatch):
+    from tests import tiny_model
+
+    articles = [f"Title {i}\n\n{tiny_model.text(60, seed=i)}" for i in range(3)]
+    monkeypatch.setattr(
+        corpus, "wiki_summaries", lambda split, path=None: articles * (200 if split == "calibration" else 1)
+    )
+    out = tmp_path / "out"
+    sizes = ["--windows", 2, "--sequence", 400, "--sink", 8, "--recent", 32, "--calibration-tokens", 900]
+    arguments = ["--model", tiny_folder, "--text", tiny_text / "heldout.txt", "--out", out, *sizes]
+    assert run("demo", *arguments, "--prompt", "a question " * 20, "--max-tokens", 4, "--json") == 0
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    report = json.loads((out / "report.json").read_text())
+    assert printed == report
+    assert list(report["arms"]) == ["bf16", "naive", "hadamard", "oscar-reference", "default"]
+    assert {"seconds", "model", "text", "windows", "tokens", "answers", "peak_memory_bytes"} <= report.keys()
+    assert (out / "kl_by_position.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in (out / "artifacts").iterdir()) == sorted(printed["arms"].keys() - {"bf16"})
+    assert not list(out.glob("*.tmp*"))
