@@ -190,8 +190,8 @@ class Decoder(nnx.Module):
         config = self.config
         group = config.q_heads // config.kv_heads
         metric = np.empty((config.layers, config.kv_heads, config.head_dim, config.head_dim))
-        for index in range(config.layers):
-            output = np.asarray(self.layers.output[index], np.float64)
+        for index, weights in enumerate(np.asarray(self.layers.output[...])):
+            output = weights.astype(np.float64)
             # [K, D, G * E]: with a group's heads side by side, one product sums over both the group and E.
             output = output.reshape(config.kv_heads, group, config.head_dim, -1).swapaxes(1, 2)
             output = output.reshape(config.kv_heads, config.head_dim, -1)

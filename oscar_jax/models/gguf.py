@@ -54,7 +54,7 @@ _REFUSED = (
 
 
 class _Reader(GGUFReader):
-    """`GGUFReader` over a plain view of its memory map, because slicing an `np.memmap` for each token string is slow."""
+    """`GGUFReader` over a plain view of its memory map: slicing an `np.memmap` for each token string is slow."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)

@@ -10,13 +10,12 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transformers
 
 from oscar_jax import download, models
 from oscar_jax.models.hf import config_from_dict
 from oscar_jax.models.rope_scaling import rotary_from_parameters
 
-torch = pytest.importorskip("torch", reason="torch is not installed: nothing to compare with")
-transformers = pytest.importorskip("transformers")
 
 _SIZES = {
     "vocab_size": 130,
@@ -49,8 +48,13 @@ _CASES = {
 }
 
 
+def _torch():
+    return pytest.importorskip("torch", reason="torch is not installed: nothing to compare with")
+
+
 def _reference(family: str, **changes):
     """A random transformers model with norms, biases and query-key norms away from their initial ones and zeros."""
+    torch = _torch()
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**(_SIZES | changes), initializer_range=0.15)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
@@ -68,6 +72,7 @@ def _logits(model: models.LoadedModel, tokens: np.ndarray) -> np.ndarray:
 
 
 def _reference_logits(model, tokens: np.ndarray) -> np.ndarray:
+    torch = _torch()
     with torch.no_grad():
         return model(torch.from_numpy(tokens)).logits.float().numpy()
 
@@ -105,7 +110,7 @@ def test_sharded_checkpoint_and_missing_shard(tmp_path):
 
 
 def test_bfloat16_checkpoint_is_widened_exactly(tmp_path):
-    reference = _reference("Llama").to(torch.bfloat16)
+    reference = _reference("Llama").to(_torch().bfloat16)
     reference.save_pretrained(tmp_path)
     query = models.load(tmp_path).decoder.layers.query[1]
     expected = reference.model.layers[1].self_attn.q_proj.weight.detach().float().numpy().T
@@ -226,6 +231,7 @@ def test_tokenizer_comes_along_and_is_hashed(tmp_path):
 def test_longrope_uses_the_long_factors_beyond_the_original_context(max_position):
     factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
     parameters = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, **factors}
+    _torch()  # transformers computes its frequencies with it
     config = transformers.LlamaConfig(**(_SIZES | {"rope_parameters": parameters, "head_dim": 8}))
     expected, factor = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["longrope"](config, seq_len=max_position)
     rotary, attention_factor = rotary_from_parameters(parameters, head_dim=8, context=256, max_position=max_position)
@@ -354,7 +360,7 @@ def test_smollm2_logits_equal_transformers(smollm2):
     from oscar_jax.models import hf
     from oscar_jax.models.decoder import parameter_shapes
 
-    config, decoder = smollm2.config, smollm2.decoder
+    torch, config, decoder = _torch(), smollm2.config, smollm2.decoder
     assert (config.layers, config.q_heads, config.kv_heads, config.head_dim) == (30, 9, 3, 64)
     reference = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
@@ -387,6 +393,7 @@ def test_smollm2_logits_equal_transformers(smollm2):
 
 @pytest.mark.slow
 def test_smollm2_tokenizer_equals_transformers_conversion(smollm2):
+    _torch()  # transformers reads GGUF files with it
     path = download.find("smollm2-135m")
     assert path is not None
     theirs = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
