@@ -78,7 +78,9 @@ def history_weights(
         return carry, weighted.sum(-1)
 
     zeros = jnp.zeros(rows.key.shape[:3], rows.key.dtype)
-    (key, value), per_query = _scan(block, (zeros, zeros), queries, rows, stride)
+    (key, value), by_block = _scan(block, (zeros, zeros), queries, rows, stride)
+    per_query = jnp.moveaxis(jnp.concatenate(by_block), 0, 2)  # [B, K, blocks, q, G]
+    per_query = per_query.reshape(*queries.shape[:2], -1, queries.shape[3])[:, :, : queries.shape[2]]
     return HistoryWeights(per_query, key, value)
 
 
@@ -110,11 +112,10 @@ def _softmax(query: jax.Array, rows: Rows, index: jax.Array, extent: int) -> tup
 
 
 def _scan(block: Callable, carry, queries: jax.Array, rows: Rows, stride: int):
-    """Runs `block(carry, queries [B, K, q, G, D], row index [q], present [B, q], extent) -> (carry, y)` over all
-    blocks of queries.
+    """Runs `block(carry, queries [B, K, q, G, D], row [q], present [B, q], extent) -> (carry, y)` over blocks of queries.
 
-    `extent` is a static bound on the rows a block can see; queries that fill up the last block are not present.
-    Returns the carry and the y's joined along the query axis.
+    `extent` is a static bound on the rows a block can see; queries that fill up the last block are not present. Returns
+    the carry and, for each group of blocks, its y's stacked in front.
     """
     batch, kv_heads, count, group, _ = queries.shape
     length = rows.positions.shape[0]
@@ -137,7 +138,4 @@ def _scan(block: Callable, carry, queries: jax.Array, rows: Rows, stride: int):
             (queries[first:last], index[first:last], present[first:last]),
         )
         results.append(result)
-    if results[0] is None:
-        return carry, None
-    joined = jnp.moveaxis(jnp.concatenate(results), 0, 2)
-    return carry, joined.reshape(batch, kv_heads, blocks * size, *joined.shape[4:])[:, :, :count]
+    return carry, results

@@ -17,7 +17,8 @@ from calib.bits import allocate, class_runs, uniform
 from calib.recipes import SideRecipe
 from pallas_kernels.rope import Rotary, rotate
 
-VARIANCE_FLOOR = 1e-20
+# Of the largest eigenvalue: a class without calibration data must not blow its noise up to the size of the others.
+VARIANCE_FLOOR = 1e-8
 
 
 class Frame(NamedTuple):
@@ -55,7 +56,8 @@ def balanced(mean: jax.Array, covariance: jax.Array, metric: jax.Array, *, side:
     mixer = linalg.mixer(start, size)
     same_class = (start[..., :, None] == start[..., None, :]) & (size[..., None, :] > 0)
     variance = jnp.where(same_class, spectrum[..., :, None], 0).sum(-2) / jnp.maximum(size, 1)
-    rms = jnp.sqrt(jnp.maximum(variance, VARIANCE_FLOOR))
+    floor = jnp.maximum(VARIANCE_FLOOR * spectrum[..., :1], jnp.finfo(spectrum.dtype).tiny)
+    rms = jnp.sqrt(jnp.maximum(variance, floor))
     kept = bits > 0
     encode = linalg.scale_columns(linalg.matmul(linalg.matmul(half, vectors), mixer), 1 / rms)
     inverse = linalg.transpose(linalg.scale_columns(linalg.matmul(linalg.matmul(inverse_half, vectors), mixer), rms))

@@ -22,14 +22,14 @@ SIGN_TIE = 1e-9
 EIGENVALUE_FLOOR = 1e-12
 
 
-def transpose(a: jax.Array) -> jax.Array:
+def transpose(a: jax.Array | np.ndarray) -> jax.Array:
     """Swaps the last two axes."""
     return jnp.swapaxes(a, -1, -2)
 
 
-def symmetrize(a: jax.Array) -> jax.Array:
+def symmetrize(a: jax.Array | np.ndarray) -> jax.Array:
     """`(A + A^T) / 2`."""
-    return (a + transpose(a)) / 2
+    return (jnp.asarray(a) + transpose(a)) / 2
 
 
 def scale_columns(a: jax.Array, factors: jax.Array) -> jax.Array:
@@ -55,7 +55,7 @@ def canonical_sign(vectors: jax.Array) -> jax.Array:
     return jnp.where(leading < 0, -vectors, vectors)
 
 
-def eigh(a: jax.Array, *, descending: bool = True) -> tuple[jax.Array, jax.Array]:
+def eigh(a: jax.Array | np.ndarray, *, descending: bool = True) -> tuple[jax.Array, jax.Array]:
     """Eigenvalues `[..., D]` and eigenvectors `[..., D, D]` (columns) of the symmetric part of `a`, canonical sign.
 
     Within an eigenspace of equal eigenvalues the basis is arbitrary: compare subspaces or products, never vectors.

@@ -117,9 +117,9 @@ def init(
 
 def update(
     moments: Moments,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: jax.Array | np.ndarray,
+    k: jax.Array | np.ndarray,
+    v: jax.Array | np.ndarray,
     *,
     positions: ArrayLike,
     lengths: ArrayLike,
@@ -161,9 +161,9 @@ _jitted_update = jax.jit(update, static_argnames=("rope",), donate_argnames=("mo
 
 def accumulate(
     moments: Moments,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: jax.Array | np.ndarray,
+    k: jax.Array | np.ndarray,
+    v: jax.Array | np.ndarray,
     *,
     positions: ArrayLike,
     lengths: ArrayLike,

@@ -35,7 +35,13 @@ class Sample:
 
 
 def sample(
-    *, layers: int = 2, lengths: tuple[int, ...] = (48, 37), kv_heads: int = 2, group: int = 2, dim: int = 8, seed: int = 0
+    *,
+    layers: int = 2,
+    lengths: tuple[int, ...] = (48, 37),
+    kv_heads: int = 2,
+    group: int = 2,
+    dim: int = 8,
+    seed: int = 0,
 ) -> Sample:
     """Rows with unequal variances, a mean, and garbage (NaN) behind each sequence's end."""
     rng = np.random.default_rng(seed)
@@ -52,7 +58,12 @@ def sample(
     factor = rng.normal(size=(layers, kv_heads, dim, dim))
     metric = factor @ np.swapaxes(factor, -1, -2) / dim
     return Sample(
-        draw(kv_heads * group), draw(kv_heads), draw(kv_heads), metric, np.array(lengths), Rotary.standard(dim, base=100.0)
+        draw(kv_heads * group),
+        draw(kv_heads),
+        draw(kv_heads),
+        metric,
+        np.array(lengths),
+        Rotary.standard(dim, base=100.0),
     )
 
 
@@ -66,9 +77,7 @@ def moments(data: Sample, *, bucket: int, sink: int, recent: int, stride: int = 
     sums |= {name: np.zeros(vector) for name in ("key_sum", "value_sum", "weighted_key_sum", "weighted_value_sum")}
     sums |= {name: np.zeros(vector[:-1]) for name in ("weighted_pair", "weighted_value_weight")}
     sums |= {"tokens": np.array(float(data.lengths.sum())), "weighted_covered": np.zeros(bucket)}
-    turn = {
-        origin: data.rope.matrix(-origin, dim) for origin in range(sink, int(data.lengths.max()) + bucket, bucket)
-    }
+    turn = {origin: data.rope.matrix(-origin, dim) for origin in range(sink, int(data.lengths.max()) + bucket, bucket)}
 
     def back(x: np.ndarray, position: int) -> np.ndarray:
         return x @ turn[sink + bucket * ((position - sink) // bucket)]
