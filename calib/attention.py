@@ -112,7 +112,7 @@ def _softmax(query: jax.Array, rows: Rows, index: jax.Array, extent: int) -> tup
 
 
 def _scan(block: Callable, carry, queries: jax.Array, rows: Rows, stride: int):
-    """Runs `block(carry, queries [B, K, q, G, D], row [q], present [B, q], extent) -> (carry, y)` over blocks of queries.
+    """Runs `block(carry, query [B, K, q, G, D], row [q], present [B, q], extent) -> (carry, y)` over blocks of queries.
 
     `extent` is a static bound on the rows a block can see; queries that fill up the last block are not present. Returns
     the carry and, for each group of blocks, its y's stacked in front.
