@@ -16,7 +16,6 @@ from oscar_jax import download, models
 from oscar_jax.models.hf import config_from_dict
 from oscar_jax.models.rope_scaling import rotary_from_parameters
 
-
 _SIZES = {
     "vocab_size": 130,
     "hidden_size": 48,
@@ -371,7 +370,7 @@ def test_smollm2_logits_equal_transformers(smollm2):
             num_attention_heads=config.q_heads,
             num_key_value_heads=config.kv_heads,
             rms_norm_eps=config.norm_eps,
-            rope_theta=100000.0,
+            rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
             tie_word_embeddings=True,
         )
     ).eval()
