@@ -1,10 +1,10 @@
 """The three-tier paged KV cache: plain sinks, INT2 history in pages, plain recents.
 
-A step of a serving loop, for every layer: `demote` writes the history pages that the new tokens push out of the recent
-window, `attend` reads all tiers, `append` stores the new tokens plain; `advance` then counts them. `step_attention` strings
-the three together in the form a decoder calls. Every function is pure and returns a new cache; jit them with the old one
-donated. Which token is in which tier is derived from lengths (`pallas_kernels.tiers`) and never stored, so dropping the last
-tokens of a sequence is just a smaller length.
+A step of a serving loop, for every layer: `demote` writes the history pages that the new tokens push out of the
+recent window, `attend` reads all tiers, `append` stores the new tokens plain; `advance` then counts them.
+`step_attention` strings the three together in the form a decoder calls. Every function is pure and returns a new cache;
+jit them with the old one donated. Which token is in which tier is derived from lengths (`pallas_kernels.tiers`) and
+never stored, so dropping the last tokens of a sequence is just a smaller length.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention import AttentionSpec, PlainTiers, attend as attend_tiers
+from pallas_kernels.attention import AttentionSpec, PlainTiers
+from pallas_kernels.attention import attend as attend_tiers
 from pallas_kernels.history import History, init_history, write
+from pallas_kernels.storage import loaded, storage_dtype, stored
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes, bits_per_element
 
 TESTED_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 MAX_GROUP = 32  # query heads a KV head
+DEFAULT_TIERS = Tiers()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +58,7 @@ class CacheConfig:
     max_length: int
     attention: AttentionSpec
     batch: int = 1
-    tiers: Tiers = Tiers()
+    tiers: Tiers = DEFAULT_TIERS
     plain_dtype: str = "bfloat16"
     step_tokens: int = 1
     pages: int | None = None
@@ -69,7 +72,8 @@ class CacheConfig:
                 raise ValueError(f"{name}={value!r}: expected a whole number, at least 1.")
         if self.head_dim % 8:
             raise ValueError(
-                f"head_dim={self.head_dim}: expected a multiple of 8 ({', '.join(map(str, TESTED_HEAD_DIMS))} are tested)."
+                f"head_dim={self.head_dim}: expected a multiple of 8, of "
+                f"which {', '.join(map(str, TESTED_HEAD_DIMS))} are tested."
             )
         if self.q_heads % self.kv_heads or self.q_heads // self.kv_heads > MAX_GROUP:
             raise ValueError(
@@ -80,9 +84,10 @@ class CacheConfig:
             raise ValueError(f"plain_dtype={self.plain_dtype!r}: expected float16, bfloat16, float32 or float64.")
         if self.step_tokens > self.tiers.recent:
             raise ValueError(f"step_tokens={self.step_tokens}: expected at most recent={self.tiers.recent}.")
-        if self.windows is not None:
-            if len(self.windows) != self.layers or any(w is not None and w < 1 for w in self.windows):
-                raise ValueError(f"windows={self.windows}: expected {self.layers} entries, each None or at least 1.")
+        if self.windows is not None and (
+            len(self.windows) != self.layers or any(w is not None and w < 1 for w in self.windows)
+        ):
+            raise ValueError(f"windows={self.windows}: expected {self.layers} entries, each None or at least 1.")
         self._check_implementation()
 
     def _check_implementation(self) -> None:
@@ -113,7 +118,7 @@ class KVCache:
     """Device state, a pytree of static shape.
 
     Attributes:
-        plain: sinks `[L, B, S, K, D]` and recents `[L, B, R, K, D]` in the plain dtype.
+        plain: sinks `[L, B, S, K, D]` and recents `[L, B, R, K, D]` in the plain dtype's storage dtype.
         history: INT2 pages, None when no sequence can outgrow its windows.
         page_indices: int32 `[B, pages of a sequence]`, the page ids of each sequence in order.
         lengths: int32 `[B]`, stored tokens.
@@ -126,7 +131,7 @@ class KVCache:
 
 
 def init_cache(config: CacheConfig, codes: TransformCodes | None = None) -> KVCache:
-    """An empty cache in which sequence b owns pages `b n .. (b + 1) n - 1`; give `page_indices` to share a pool otherwise.
+    """An empty cache in which sequence b owns pages `b n .. (b + 1) n - 1`; replace `page_indices` to share.
 
     Args:
         codes: transform codes of the model; None for a cache that stays plain, which needs `recent` to cover it.
@@ -138,14 +143,14 @@ def init_cache(config: CacheConfig, codes: TransformCodes | None = None) -> KVCa
     if codes is None and needed:
         raise ValueError(
             f"codes=None with max_length={config.max_length}: a plain cache needs recent >= "
-            f"{config.max_length - config.tiers.sink}, got {config.tiers.recent}; pass codes to store history in 2 bits."
+            f"{config.max_length - config.tiers.sink}, got {config.tiers.recent}; pass codes for 2-bit history."
         )
     if codes is not None:
         _check_codes(config, codes)
     pages = config.batch * needed if config.pages is None else config.pages
     if config.pages is not None and pages < needed:
         raise ValueError(f"pages={pages}: one sequence of max_length={config.max_length} needs {needed}.")
-    dtype = jnp.dtype(config.plain_dtype)
+    dtype = storage_dtype(config.plain_dtype)
     if dtype == jnp.float64 and not jax.config.read("jax_enable_x64"):
         raise ValueError("plain_dtype='float64': switch on float64 first, with jax.enable_x64(True).")
     sides = []
@@ -176,7 +181,14 @@ def _check_codes(config: CacheConfig, codes: TransformCodes) -> None:
 
 
 def demote(
-    cache: KVCache, k: jax.Array, v: jax.Array, *, layer: jax.Array, counts: jax.Array, codes: TransformCodes, tiers: Tiers
+    cache: KVCache,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    layer: jax.Array,
+    counts: jax.Array,
+    codes: TransformCodes,
+    tiers: Tiers,
 ) -> KVCache:
     """Writes the history pages of the tokens that leave the recent window when `counts` new tokens arrive.
 
@@ -197,7 +209,7 @@ def demote(
 
     def gather(recent: jax.Array, new: jax.Array) -> jax.Array:
         return jnp.take_along_axis(
-            jnp.concatenate([recent[layer], new], axis=1), source[:, :, None, None], axis=1, mode="clip"
+            jnp.concatenate([loaded(recent[layer]), new], axis=1), source[:, :, None, None], axis=1, mode="clip"
         )
 
     history = write(
@@ -230,7 +242,7 @@ def append(cache: KVCache, k: jax.Array, v: jax.Array, *, layer: jax.Array, coun
     ring_place = jnp.where(real & (positions >= tiers.sink) & (positions >= end - ring), positions % ring, ring)
 
     def put(pool: jax.Array, place: jax.Array, rows: jax.Array) -> jax.Array:
-        return pool.at[layer, sequence, place].set(rows.astype(pool.dtype), mode="drop")
+        return pool.at[layer, sequence, place].set(stored(rows), mode="drop")
 
     plain = cache.plain
     return dataclasses.replace(
@@ -298,9 +310,20 @@ def step_attention(
         if codes is not None:
             cache = demote(cache, k, v, layer=layer, counts=counts, codes=codes, tiers=config.tiers)
         out = attend(cache, q, k, v, layer=layer, counts=counts, codes=codes, config=config)
-        return out, append(cache, k, v, layer=layer, counts=counts, tiers=config.tiers), None
+        cache = append(cache, k, v, layer=_after(out, layer), counts=counts, tiers=config.tiers)
+        return out, cache, None
 
     return step
+
+
+def _after(out: jax.Array, layer: jax.Array) -> jax.Array:
+    """`layer`, known only once `out` is.
+
+    The plain tiers are read, then written. XLA copies them whole in every layer unless the order follows from the data,
+    and it drops optimization barriers before it looks. So the layer depends on a condition of `out` that never holds.
+    """
+    first = out[0, 0, 0, 0]
+    return jnp.where((first == first) & (first != first), 0, layer)
 
 
 def advance(cache: KVCache, counts: jax.Array) -> KVCache:
@@ -337,7 +360,9 @@ def check_cache(cache: KVCache, config: CacheConfig) -> None:
     lengths = np.asarray(cache.lengths)
     for sequence, length in enumerate(lengths):
         if not 0 <= length <= config.max_length:
-            raise ValueError(f"sequence {sequence}: {length} stored tokens, expected 0 to max_length={config.max_length}.")
+            raise ValueError(
+                f"sequence {sequence}: {length} stored tokens, expected 0 to max_length={config.max_length}."
+            )
     if cache.history is None:
         return
     pool, tiers = cache.history.key.scale.shape[1], config.tiers
@@ -347,7 +372,8 @@ def check_cache(cache: KVCache, config: CacheConfig) -> None:
         bad = np.flatnonzero((live < 0) | (live >= pool))
         if bad.size:
             raise ValueError(
-                f"sequence {sequence}: page table entry {bad[0]} is {live[bad[0]]}, expected 0 to {pool - 1}, the pool's pages."
+                f"sequence {sequence}: page table entry {bad[0]} is {live[bad[0]]}, expected a page of the pool, "
+                f"0 to {pool - 1}."
             )
         if len(np.unique(live)) != len(live):
             raise ValueError(f"sequence {sequence}: its page table names a page twice, expected every page once.")
@@ -361,14 +387,15 @@ def _check_scales(history: History, live: np.ndarray, tiers: Tiers, length: int,
             leaf = getattr(side, parameter)
             if leaf is None:
                 continue
-            rows = np.asarray(leaf[:, live], np.float32).transpose(0, 2, 1, 3)  # [L, K, pages, page]
+            rows = loaded(leaf[:, live])
+            limit = float(jnp.finfo(rows.dtype).max)
+            rows = np.asarray(rows, np.float32).transpose(0, 2, 1, 3)  # [L, K, pages, page]
             rows = rows.reshape(*rows.shape[:2], -1)[:, :, :tokens]
-            limit = float(jnp.finfo(leaf.dtype).max)
             bad = np.argwhere(~np.isfinite(rows) | (np.abs(rows) >= limit))
             if bad.size:
                 layer, head, token = bad[0]
                 raise ValueError(
-                    f"sequence {sequence}, layer {layer}, head {head}, position {tiers.sink + token}: {name} {parameter} is "
-                    f"{rows[layer, head, token]}, expected a finite number below {limit:.0f}; the row had NaN, Inf or "
-                    "values too large."
+                    f"sequence {sequence}, layer {layer}, head {head}, position {tiers.sink + token}: {name} "
+                    f"{parameter} is {rows[layer, head, token]}, expected a finite number below {limit:.0f}; the "
+                    "row had NaN, Inf or values too large."
                 )

@@ -4,14 +4,14 @@ Prefill, demotion, every kernel and the PyTorch reference agree with this file: 
 near-ties of the rounding where the product `(x - mu) M` is summed in another order.
 
 Numerics: y in fp32 (float64 for float64 rows) with `precision="highest"`. Sums over coordinates are pairwise (pad with
-zeros to a power of two, add the upper half to the lower, repeat) and their products are rounded before they are added, so
-the result does not depend on the compiler. Levels round down to a half-step grid; min/max rounds half up from the
+zeros to a power of two, add the upper half to the lower, repeat) and their products are rounded before they are added,
+so the result does not depend on the compiler. Levels round down to a half-step grid; min/max rounds half up from the
 unrounded fp32 scale. Scale and offset are rounded once, when stored.
 
-Degenerate rows: a row with NaN or Inf, or whose mean of y^2 overflows, stores slots 0 and scale NaN and so stays visible in
-its own sequence only. `levels`: y = 0 decodes to mu. `minmax`: a row constant after clipping stores scale 0, slots 0 and the
-value as offset. |scale| and |offset| saturate at the largest finite value of their dtype; a scale that underflows stores 0.
-Every other finite row decodes finite.
+Degenerate rows: a row with NaN or Inf, or whose mean of y^2 overflows, stores slots 0 and scale NaN, so it is seen in
+its own sequence only. `levels`: y = 0 decodes to mu. `minmax`: a row constant after clipping stores scale 0, slots 0
+and the value as offset. |scale| and |offset| saturate at the largest finite value of their dtype; a scale that
+underflows stores 0. Every other finite row decodes finite.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def decode(code: TransformCode, encoded: Encoded, *, dtype: jnp.dtype | type = j
 
 
 def pack(slots: jax.Array) -> jax.Array:
-    """Two-bit slots `[..., N]` to bytes `[..., N/4]`: byte j holds slots j, j + N/4, j + N/2, j + 3N/4, lowest bits first."""
+    """Slots `[..., N]` to bytes `[..., N/4]`; byte j holds slots j, j + N/4, j + N/2, j + 3N/4, lowest first."""
     planes = slots.astype(jnp.uint8).reshape(*slots.shape[:-1], PLANES, slots.shape[-1] // PLANES)
     shifts = jnp.arange(0, 8, SLOT_BITS, dtype=jnp.uint8)[:, None]
     return (planes << shifts).sum(-2, dtype=jnp.uint8)

@@ -14,6 +14,7 @@ import numpy as np
 
 from pallas_kernels import codec
 from pallas_kernels.rope import rotate, unrotate
+from pallas_kernels.storage import loaded, storage_dtype, stored
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
 
@@ -21,7 +22,11 @@ from pallas_kernels.transform_code import TransformCodes
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SidePages:
-    """Pages of one side of all layers: slots uint8 `[L, P, K, page, N/4]`, scale and offset 16-bit `[L, P, K, page]`."""
+    """Pages of one side of all layers.
+
+    Slots uint8 `[L, P, K, page, N/4]`; scale and offset `[L, P, K, page]` in the storage dtype of the codes'
+    `scale_dtype` (`pallas_kernels.storage`).
+    """
 
     slots: jax.Array
     scale: jax.Array
@@ -30,19 +35,21 @@ class SidePages:
     def take(self, layer: jax.Array, pages: jax.Array) -> codec.Encoded:
         """Rows of pages `[B, p]` as `[B, p, K, page, ...]`; ids out of range are clamped, so callers must mask."""
         pages = jnp.clip(pages, 0, self.scale.shape[1] - 1)
-        return codec.Encoded(*(None if leaf is None else leaf[layer, pages] for leaf in self._leaves()))
+        scale, offset = (None if x is None else loaded(x[layer, pages]) for x in (self.scale, self.offset))
+        return codec.Encoded(self.slots[layer, pages], scale, offset)  # type: ignore[arg-type]
 
     def put(self, layer: jax.Array, pages: jax.Array, offsets: jax.Array, rows: codec.Encoded) -> SidePages:
         """Stores rows `[B, M, K, ...]` at page ids and page offsets `[B, M]`; ids out of range are dropped."""
         pages = jnp.where(pages < 0, self.scale.shape[1], pages)  # a negative id would wrap around
         written = (
-            None if leaf is None else leaf.at[layer, pages, :, offsets].set(row, mode="drop")
-            for leaf, row in zip(self._leaves(), rows, strict=True)
+            None if pool is None else pool.at[layer, pages, :, offsets].set(row, mode="drop")
+            for pool, row in (
+                (self.slots, rows.slots),
+                (self.scale, stored(rows.scale)),
+                (self.offset, None if rows.offset is None else stored(rows.offset)),
+            )
         )
         return SidePages(*written)  # type: ignore[arg-type]
-
-    def _leaves(self) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        return self.slots, self.scale, self.offset
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +66,7 @@ def init_history(codes: TransformCodes, *, pages: int, page: int) -> History:
 
     def side(code) -> SidePages:
         rows = (code.layers, pages, code.kv_heads, page)
-        scale = jnp.zeros(rows, codes.scale_dtype)
+        scale = jnp.zeros(rows, storage_dtype(codes.scale_dtype))
         slots = jnp.zeros((*rows, code.slots // codec.PLANES), jnp.uint8)
         return SidePages(slots, scale, jnp.zeros_like(scale) if code.has_offset else None)
 
@@ -67,7 +74,7 @@ def init_history(codes: TransformCodes, *, pages: int, page: int) -> History:
 
 
 def bucket_tables(codes: TransformCodes, tiers: Tiers, length: int, dtype) -> tuple[np.ndarray, np.ndarray] | None:
-    """Cosines and sines `[buckets, rotary_dim / 2]` of the origins of every bucket below `length`; None without buckets."""
+    """Cosines and sines `[buckets, rotary_dim / 2]` of the bucket origins below `length`; None without buckets."""
     if codes.bucket is None or codes.rotary is None:
         return None
     count = max(1, -(-max(0, length - tiers.sink) // codes.bucket))

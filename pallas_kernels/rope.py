@@ -1,7 +1,7 @@
 """Rotary positions: the pure rotation, its tables, and its matrix.
 
-Bucket-relative keys (`design.md`) need the rotation by any whole position, forwards and backwards, so angles are made in
-float64 on the host and only the finished cosines and sines are rounded.
+Bucket-relative keys (`design.md`) need the rotation by any whole position, forwards and backwards, so angles are made
+in float64 on the host and only the finished cosines and sines are rounded.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -45,7 +46,9 @@ class Tiers:
     def history_end(self, position: Positions) -> Positions:
         """First plain position after the history that a query at `position` sees; -1 means nothing is stored yet."""
         excess = position + 1 - self.sink - self.recent
-        whole = (excess * (excess > 0)) // self.group
+        excess = excess * (excess > 0)
+        # Nothing is negative here, so truncation is the floor; XLA spells out `//` of signed integers in twenty operations.
+        whole = jax.lax.div(excess, jnp.full_like(excess, self.group)) if isinstance(excess, jax.Array) else excess // self.group
         return self.sink + self.group * whole
 
     def plain_tokens(self, length: int) -> int:

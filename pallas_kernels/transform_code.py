@@ -1,8 +1,8 @@
 """Transform codes: what calibration hands to every writer and reader of the cache.
 
 One `TransformCode` is one side (K or V) of all layers. A row x of one token and head is encoded from
-`y = (x - mu) M` and read back as `x_hat = (scale c + offset 1) E + mu`, with c the stored two-bit slots. A rotation R with
-clipping and min/max quantization (OSCAR, arXiv 2605.17757) is the instance `mu = 0, M = R, E = R^T`.
+`y = (x - mu) M` and read back as `x_hat = (scale c + offset 1) E + mu`, with c the stored two-bit slots. A rotation R
+with clipping and min/max quantization (OSCAR, arXiv 2605.17757) is the instance `mu = 0, M = R, E = R^T`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from functools import partial
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.rope import Rotary
@@ -202,7 +201,8 @@ class TransformCode:
             shape, dtype = expected[name]
             if tuple(array.shape) != shape or str(array.dtype) != dtype:
                 raise ValueError(
-                    f"transform code array {name}: came as {array.dtype}{list(array.shape)}, expected {dtype}{list(shape)}."
+                    f"transform code array {name}: came as {array.dtype}{list(array.shape)}, "
+                    f"expected {dtype}{list(shape)}."
                 )
         order = np.asarray(arrays["slot_order"])
         if not (np.sort(order, -1) == np.arange(slots)).all():
@@ -271,7 +271,7 @@ class TransformCodes:
         if self.scale_dtype not in SCALE_DTYPES:
             raise ValueError(f"scale_dtype={self.scale_dtype!r}: expected one of {', '.join(SCALE_DTYPES)}.")
         if self.bucket is not None and self.rotary is None:
-            raise ValueError(f"bucket={self.bucket} without rotary: bucket-relative keys need the model's rotary positions.")
+            raise ValueError(f"bucket={self.bucket} without rotary: bucket-relative keys need the model's rotation.")
 
     @property
     def layers(self) -> int:
@@ -341,4 +341,6 @@ def _feedback_factor(metric: np.ndarray | jax.Array | None) -> np.ndarray | None
 def _fail(side: str, bad: np.ndarray, what: str) -> None:
     if np.any(bad):
         layer, head = np.argwhere(np.atleast_2d(bad))[0]
-        raise ValueError(f"{side} transform code, layer {layer}, head {head}: {what}; calibrate again or restore the file.")
+        raise ValueError(
+            f"{side} transform code, layer {layer}, head {head}: {what}; calibrate again or restore the file."
+        )

@@ -37,12 +37,23 @@ class AttentionSpec:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PlainTiers:
-    """Plain tokens of all layers: sinks `[L, B, S, K, D]` and the ring of recents `[L, B, R, K, D]` (slot p mod R)."""
+    """Plain tokens of all layers in the plain dtype's storage dtype (`pallas_kernels.storage`).
+
+    Sinks `[L, B, S, K, D]`; recents in a ring `[L, B, R, K, D]`, position p at place p mod R.
+    """
 
     sink_k: jax.Array
     sink_v: jax.Array
     recent_k: jax.Array
     recent_v: jax.Array
+
+
+def ring_positions(lengths: jax.Array, ring: int) -> jax.Array:
+    """Position `[B, R]` that each place of the ring holds when `lengths` `[B, 1]` tokens are stored.
+
+    It is the latest one that is the place's index modulo R; negative where there is none.
+    """
+    return lengths - 1 - (lengths - 1 - jnp.arange(ring)) % ring
 
 
 def attend(
@@ -66,7 +77,8 @@ def attend(
     """Attention of new tokens to their sequences: sink | INT2 history | recent | the new tokens themselves.
 
     The pages of every token below `tiers.history_end` of the last new token must have been written; `plain` holds the
-    tokens before `starts`. A query at t sees `j < sink` plain, `sink <= j < history_end(t)` from history, the rest plain.
+    tokens before `starts`. A query at t sees `j < sink` plain, `sink <= j < history_end(t)` from history, the rest
+    plain.
 
     Args:
         q: `[B, T, N, D]`; k, v: `[B, T, K, D]`, after rotary positions, k and v rounded to the plain dtype.
@@ -110,7 +122,9 @@ def _check_shapes(q, k, v, codes: TransformCodes | None, history: History | None
     if q.ndim != 4 or k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q {q.shape}, k {k.shape}, v {v.shape}: expected q [B, T, N, D] and k, v [B, T, K, D].")
     if q.shape[2] % k.shape[2]:
-        raise ValueError(f"q has {q.shape[2]} heads and k {k.shape[2]}: expected a whole number of query heads a KV head.")
+        raise ValueError(
+            f"q has {q.shape[2]} heads and k {k.shape[2]}: expected a whole number of query heads a KV head."
+        )
     if (codes is None) != (history is None):
         raise ValueError("codes and history: expected both, or neither for a cache that is all plain.")
     if codes is not None and (codes.kv_heads, codes.head_dim) != k.shape[2:]:

@@ -1,8 +1,8 @@
 """Three-tier attention in plain XLA: right on every device, and the oracle of the kernels.
 
-Keys are visited in tiles with an online softmax, so nothing larger than a tile of dequantized history exists. Few query
-tokens read the stored slots directly with transformed queries, `q . x_hat = scale (q' . c) + offset sum(q') + q . mu` with
-`q' = E q_B`, and map the accumulator back once; many query tokens dequantize tiles of rows instead.
+Keys are visited in tiles with an online softmax, so nothing larger than a tile of dequantized history exists. Few
+query tokens read the stored slots directly with transformed queries, `q . x_hat = scale (q' . c) + offset sum(q') +
+q . mu` with `q' = E q_B`, and map the accumulator back once; many query tokens dequantize tiles of rows instead.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import codec
-from pallas_kernels.attention.api import AttentionSpec, PlainTiers, softmax_dtype
+from pallas_kernels.attention.api import AttentionSpec, PlainTiers, ring_positions, softmax_dtype
 from pallas_kernels.history import History, bucket_tables, from_bucket
 from pallas_kernels.rope import unrotate
+from pallas_kernels.storage import loaded
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
 
@@ -89,13 +90,7 @@ def attend(
         logit = jnp.repeat(sink_logits.astype(compute).reshape(1, kv_heads, heads // kv_heads), tokens, axis=2)
         state = state._replace(maximum=jnp.broadcast_to(logit, state.maximum.shape), total=jnp.ones_like(state.total))
 
-    new = starts[:, None] + jnp.arange(tokens)
-    state = plain_tile(state, k, v, new, jnp.arange(tokens) < counts[:, None])
-    if tiers.sink:
-        positions = jnp.broadcast_to(jnp.arange(tiers.sink), (batch, tiers.sink))
-        usable = positions < starts[:, None]
-        state = plain_tile(state, plain.sink_k[layer], plain.sink_v[layer], positions, usable)
-    state = _over_ring(state, plain, layer, starts, tiers, plain_tile)
+    state = _over_plain(state, k, v, plain, layer, starts, counts, tiers, plain_tile)
     if history is not None and codes is not None:
         read = _read_slots if tokens <= SLOT_READ_TOKENS else _read_rows
         past = read(
@@ -156,26 +151,29 @@ def _select(x: jax.Array, usable: jax.Array) -> jax.Array:
     return jnp.where(usable[:, :, None, None], x, 0)
 
 
-def _over_ring(state: Partial, plain: PlainTiers, layer, starts: jax.Array, tiers: Tiers, tile: Callable) -> Partial:
-    ring = plain.recent_k.shape[2]
-    keys, values = plain.recent_k[layer], plain.recent_v[layer]
-    slots = jnp.arange(ring)
-    # Slot r holds the latest stored position that is r modulo the ring.
-    positions = starts[:, None] - 1 - (starts[:, None] - 1 - slots) % ring
-    usable = positions >= tiers.sink
-    if ring <= 2 * TILE_TOKENS:
-        return tile(state, keys, values, positions, usable)
+def _over_plain(
+    state: Partial, k, v, plain: PlainTiers, layer, starts: jax.Array, counts: jax.Array, tiers: Tiers, tile: Callable
+) -> Partial:
+    """Folds `tile(state, keys, values, positions, usable)` over sinks, new tokens and recents."""
+    batch, tokens = k.shape[:2]
+    ring, length = plain.recent_k.shape[2], starts[:, None]
+    held = ring_positions(length, ring)
+    sink, new = (jnp.broadcast_to(jnp.arange(n), (batch, n)) for n in (tiers.sink, tokens))
+    positions = jnp.concatenate([sink, length + new, held], axis=1)
+    usable = jnp.concatenate([sink < length, new < counts[:, None], held >= tiers.sink], axis=1)
+    keys = jnp.concatenate([loaded(plain.sink_k[layer]), k, loaded(plain.recent_k[layer])], axis=1)
+    values = jnp.concatenate([loaded(plain.sink_v[layer]), v, loaded(plain.recent_v[layer])], axis=1)
+    rows = (keys, values, positions, usable)
+    total = tiers.sink + tokens + ring
+    if total <= 2 * TILE_TOKENS:
+        return tile(state, *rows)
+    pad = -total % TILE_TOKENS
+    rows = tuple(jnp.pad(x, ((0, 0), (0, pad), *((0, 0),) * (x.ndim - 2))) for x in rows)
 
     def visit(i, state):
-        def cut(x):
-            return jax.lax.dynamic_slice_in_dim(x, i * TILE_TOKENS, TILE_TOKENS, axis=1)
+        return tile(state, *(jax.lax.dynamic_slice_in_dim(x, i * TILE_TOKENS, TILE_TOKENS, axis=1) for x in rows))
 
-        return tile(state, cut(keys), cut(values), cut(positions), cut(usable))
-
-    pad = -ring % TILE_TOKENS
-    keys, values = (jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0))) for x in (keys, values))
-    positions, usable = jnp.pad(positions, ((0, 0), (0, pad))), jnp.pad(usable, ((0, 0), (0, pad)))
-    filled = jnp.minimum(starts.max(), ring)
+    filled = tiers.sink + tokens + jnp.minimum(starts.max(), ring)
     return jax.lax.fori_loop(0, -(-filled // TILE_TOKENS), visit, state)
 
 
@@ -283,7 +281,9 @@ def _read_slots(
 
     def parameters(rows: codec.Encoded) -> tuple[jax.Array, jax.Array]:
         scale = _tokens(rows.scale).astype(compute)[:, :, None]
-        return scale, codec.IMPLIED_OFFSET * scale if rows.offset is None else _tokens(rows.offset).astype(compute)[:, :, None]
+        return scale, codec.IMPLIED_OFFSET * scale if rows.offset is None else _tokens(rows.offset).astype(compute)[
+            :, :, None
+        ]
 
     def visit(state: Partial, tile: _Tile) -> Partial:
         page = tile.key.scale.shape[3]
