@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from oscar_jax.cache import advance, cache_bytes
 from oscar_jax.sampling import Sampling, choose
-from oscar_jax.step import Output, Step, prefill
+from oscar_jax.step import CHUNKS, Output, Step, prefill
 
 
 class Session:
@@ -24,8 +24,14 @@ class Session:
         lengths: int64 `[B]`, stored tokens.
     """
 
-    def __init__(self, step: Step):
+    def __init__(self, step: Step, *, chunks: Sequence[int] = CHUNKS):
+        """
+        Args:
+            step: from `make_step`.
+            chunks: token counts of prefill calls, as for `step.prefill`.
+        """
         self.step = step
+        self._chunks = tuple(chunks)
         self.cache = step.init()
         self.lengths = np.zeros(step.config.batch, np.int64)
         self._longest = self.lengths.copy()
@@ -55,10 +61,10 @@ class Session:
         if len(prompts) == len(self.lengths):
             check_not_empty(prompts)
             self._check_room(lengths)
-        with tqdm(
-            total=int(lengths.max(initial=0)), desc="prompt", unit="tok", disable=not progress, leave=False
-        ) as bar:
-            logits, self.cache = prefill(self.step, self.cache, prompts, progress=bar.update)
+        longest = int(lengths.max(initial=0))
+        with tqdm(total=longest, desc="prompt", unit="tok", disable=not progress, leave=False) as bar:
+            report = bar.update if progress else None
+            logits, self.cache = prefill(self.step, self.cache, prompts, chunks=self._chunks, progress=report)
         self._stored(lengths)
         return logits
 

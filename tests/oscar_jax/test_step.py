@@ -1,6 +1,6 @@
 """One step over the cache: equal results however a sequence is cut, neighbours, outputs, donation, errors.
 
-Most tests share three compiled programs: a batch of three, and 1 or 16 tokens a step.
+Most tests share compiled programs, see `tiny`.
 """
 
 from __future__ import annotations
@@ -17,20 +17,7 @@ from oscar_jax.cache import cache_bytes
 from oscar_jax.models import plain_attention, random_decoder, tiny_config
 from oscar_jax.step import Step, _run, cache_config, make_step, prefill
 from pallas_kernels.tiers import Tiers
-from tests.pallas_kernels.codes import transform_codes
-
-CONFIG = tiny_config()
-TIERS = Tiers(sink=4, recent=8, group=4, page=8)
-BATCH, CHUNK, LENGTH = 3, 16, 72
-
-
-def codes():
-    return transform_codes(bucket=16, layers=CONFIG.layers, head_dim=CONFIG.head_dim)
-
-
-def tokens(*lengths: int) -> list[list[int]]:
-    rng = np.random.default_rng(7)
-    return [rng.integers(0, CONFIG.vocab_size, length).tolist() for length in lengths]
+from tests.oscar_jax.tiny import BATCH, CHUNK, CONFIG, LENGTH, TIERS, codes, tiny_step, tokens
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +27,7 @@ def decoder():
 
 @pytest.fixture(scope="module")
 def step(decoder) -> Step:
-    config = cache_config(CONFIG, max_length=LENGTH, tiers=TIERS, plain_dtype="float32", batch=BATCH)
-    return make_step(decoder, config, codes())
+    return tiny_step(decoder)
 
 
 def filled(step: Step, *prompts: list[int]):
