@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from numpy.typing import ArrayLike
 from tqdm import tqdm
 
 from oscar_jax.cache import advance, cache_bytes

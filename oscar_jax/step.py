@@ -20,7 +20,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from numpy.typing import ArrayLike
 
 from oscar_jax.cache import CacheConfig, KVCache, advance, check_cache, init_cache, step_attention
 from oscar_jax.models import Decoder, ModelConfig

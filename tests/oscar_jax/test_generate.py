@@ -36,6 +36,7 @@ def test_pieces_are_the_text_of_the_tokens(model):
     assert done.text == "".join(pieces) == model.tokenizer.decode(done.tokens)
     assert (done.prompt_tokens, len(done.tokens), done.finish) == (len(PROMPT), 20, "length")
     assert done.seconds > 0
+    assert done.tokens_per_second is not None
     assert done.tokens_per_second > 0
     # A plain bf16 cache of 128 tokens, and two int32 of bookkeeping at most.
     arrays = 2 * CONFIG.layers * CONFIG.kv_heads * CONFIG.head_dim * 128 * 2
@@ -54,6 +55,7 @@ def test_two_bit_cache_is_smaller_and_checked_mode_accepts_it(model):
     step, length = run.session.step, len(PROMPT) + 19
     assert step.checked
     history = TIERS.history_tokens(length)
+    assert step.codes is not None
     row_bits = step.codes.key.row_bits + step.codes.value.row_bits
     expected = (16 * (length - history) + history * row_bits / (2 * CONFIG.head_dim)) / length
     assert done.bits_per_element == pytest.approx(expected)
@@ -91,7 +93,7 @@ def test_stop_tokens_are_the_eos_and_known_ends_of_a_turn():
     tokenizer = byte_tokenizer()
     assert stop_tokens(tokenizer) == {256}
     tokenizer.eos_token = "a"
-    assert stop_tokens(tokenizer) == {256, tokenizer.convert_tokens_to_ids("a")}
+    assert stop_tokens(tokenizer) == {256, tokenizer.get_vocab()["a"]}
     assert tokenizer.convert_tokens_to_ids(EOS) == 256
 
 

@@ -54,6 +54,7 @@ def test_one_piece_chunks_single_tokens_and_several_a_step_agree_in_float64():
         step = make_step(random_decoder(CONFIG, dtype=jnp.float64), config, codes())
         (prompt,) = tokens(40)
         whole, reference = run_in_pieces(step, prompt, [40], (40,))
+        assert reference.history is not None
         assert np.asarray(reference.history.key.slots).any()
         for pieces in ([1] * 40, [4] * 10, [3, 2] * 8, [20, 17, 3], [17, *[1] * 23], [8] * 5):
             logits, cache = run_in_pieces(step, prompt, pieces, (1, 4, 40))
@@ -176,10 +177,9 @@ def test_decode_step_aliases_the_cache_and_copies_none_of_it(decoder):
     step = make_step(decoder, config, codes())
     cache, count = step.init(), jnp.ones(1, jnp.int32)
     size = cache_bytes(cache)["total"]
-    compiled = _run.lower(
-        decoder, step.codes, cache, count[None], count, config=config, output="last"
-    ).compile()  # fmt: skip
+    compiled = _run.lower(decoder, step.codes, cache, count[None], count, config=config, output="last").compile()
     memory = compiled.memory_analysis()
+    assert memory is not None
     assert size <= memory.alias_size_in_bytes <= size + 4096  # each array is aligned
     assert memory.temp_size_in_bytes < size / 8
 
