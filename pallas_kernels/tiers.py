@@ -47,8 +47,10 @@ class Tiers:
         """First plain position after the history that a query at `position` sees; -1 means nothing is stored yet."""
         excess = position + 1 - self.sink - self.recent
         excess = excess * (excess > 0)
-        # Nothing is negative here, so truncation is the floor; XLA spells out `//` of signed integers in twenty operations.
-        whole = jax.lax.div(excess, jnp.full_like(excess, self.group)) if isinstance(excess, jax.Array) else excess // self.group
+        if isinstance(excess, jax.Array):  # never negative: truncation is the floor, and `//` would be twenty operations
+            whole = jax.lax.div(excess, jnp.full_like(excess, self.group))
+        else:
+            whole = excess // self.group
         return self.sink + self.group * whole
 
     def plain_tokens(self, length: int) -> int:

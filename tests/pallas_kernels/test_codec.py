@@ -13,33 +13,44 @@ from tests.pallas_kernels.codes import KINDS, transform_code
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
+encode = jax.jit(codec.encode, static_argnames="scale_dtype")
+transform, decode, unpack = jax.jit(codec.transform), jax.jit(codec.decode), jax.jit(codec.unpack)
+quantize = jax.jit(codec.quantize)
+
+# Compiling is the cost here: every head size for the default code, one each for the other kinds.
+KINDS_AND_HEADS = [("levels", head_dim) for head_dim in HEAD_DIMS] + [
+    ("naive", 256), ("rotation-rank", 192), ("rotation-static", 128), ("levels-uniform", 80), ("feedback", 96),
+]  # fmt: skip
+
+
+def arrays(encoded):
+    return jax.tree.map(np.asarray, encoded)
+
 
 def rows(head_dim, *, count=24, kv_heads=2, seed=3, dtype=np.float32):
     rng = np.random.default_rng(seed)
     return (rng.standard_t(4, size=(count, kv_heads, head_dim)) * 1.5).astype(dtype)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "feedback"])
+@pytest.mark.parametrize(("kind", "head_dim"), [pair for pair in KINDS_AND_HEADS if pair[0] != "feedback"])
 def test_slots_and_scale_equal_the_definition_bit_for_bit(kind, head_dim):
     code = transform_code(kind, head_dim=head_dim).layer(0)
-    y = np.asarray(codec.transform(code, jnp.asarray(rows(head_dim))))
-    encoded = jax.jit(codec.quantize)(code, y)
+    y = np.asarray(transform(code, rows(head_dim)))
+    encoded = arrays(quantize(code, y))
     for token, head in np.ndindex(*y.shape[:2]):
         slots, scale, offset = definition.quantize_row(code, head, y[token, head])
         np.testing.assert_array_equal(encoded.slots[token, head], definition.pack_row(slots))
-        assert np.asarray(encoded.scale)[token, head] == scale
+        assert encoded.scale[token, head] == scale
         if offset is not None:
-            assert np.asarray(encoded.offset)[token, head] == offset
+            assert encoded.offset[token, head] == offset
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "head_dim"), KINDS_AND_HEADS)
 def test_decoding_equals_the_definition(kind, head_dim):
     code = transform_code(kind, head_dim=head_dim).layer(0)
-    encoded = jax.jit(codec.encode)(code, jnp.asarray(rows(head_dim)))
-    decoded = np.asarray(codec.decode(code, encoded))
-    slots = np.asarray(codec.unpack(encoded.slots))
+    encoded = arrays(quantize(code, transform(code, rows(head_dim))))
+    decoded = np.asarray(decode(code, encoded))
+    slots = np.asarray(unpack(encoded.slots))
     for token, head in np.ndindex(*decoded.shape[:2]):
         offset = None if encoded.offset is None else encoded.offset[token, head]
         expected = definition.decode_row(code, head, slots[token, head], encoded.scale[token, head], offset)
@@ -50,11 +61,11 @@ def test_decoding_equals_the_definition(kind, head_dim):
 def test_decoding_loses_what_two_bits_lose(kind):
     code = transform_code(kind, head_dim=128).layer(0)
     x = np.random.default_rng(0).normal(size=(200, 2, 128)).astype(np.float32)
-    y = np.asarray(codec.transform(code, x))
+    y = np.asarray(transform(code, x))
     kept = np.asarray(code.bits) > 0
-    y_hat = np.asarray(codec.transform(code, codec.decode(code, codec.encode(code, x))))
+    y_hat = np.asarray(transform(code, decode(code, encode(code, x))))
     relative = (((y_hat - y) ** 2) * kept).sum() / ((y**2) * kept).sum()
-    # On Gaussian rows: min/max without clipping .25, clipped at rank .96 .16; frames that do not fit the data lose more.
+    # On Gaussian rows: min/max without clipping .25, at rank .96 .16; frames that do not fit the data lose more.
     assert 0.01 < relative < (0.3 if code.kind == "minmax" else 0.5)
 
 
@@ -64,7 +75,7 @@ def test_feedback_lowers_the_metric_error_of_the_same_code():
     inverse = np.linalg.inv(np.asarray(plain.encode, np.float64))
 
     def metric_error(code):
-        y_error = np.einsum("tkd,kde->tke", np.asarray(codec.decode(code, codec.encode(code, x))) - x, code.encode)
+        y_error = np.einsum("tkd,kde->tke", np.asarray(decode(code, encode(code, x))) - x, code.encode)
         return (np.einsum("tkd,kde->tke", y_error, inverse) ** 2).sum()
 
     assert metric_error(feedback) < 0.95 * metric_error(plain)
@@ -73,40 +84,40 @@ def test_feedback_lowers_the_metric_error_of_the_same_code():
 @pytest.mark.parametrize("slots", (56, 64, 72, 128))
 def test_slot_counts_other_than_the_head_size(slots):
     code = transform_code("levels", head_dim=64, slots=slots).layer(0)
-    encoded = codec.encode(code, jnp.asarray(rows(64)))
+    encoded = encode(code, rows(64))
     assert encoded.slots.shape[-1] * 4 == slots
     unowned = np.asarray(code.slot_shift) == 8
-    unpacked = np.asarray(codec.unpack(encoded.slots))
+    unpacked = np.asarray(unpack(encoded.slots))
     for head in range(2):
         assert (unpacked[:, head, unowned[head]] == 0).all()
         assert (np.asarray(code.decode)[head, unowned[head]] == 0).all()
-    y = np.asarray(codec.transform(code, jnp.asarray(rows(64))))
+    y = np.asarray(transform(code, rows(64)))
     for token, head in np.ndindex(*y.shape[:2]):
         expected, _, _ = definition.quantize_row(code, head, y[token, head])
         np.testing.assert_array_equal(unpacked[token, head], expected)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 32), st.integers(0, 2**32 - 1))
+@given(st.sampled_from((1, 2, 16, 20, 24, 32)), st.integers(0, 2**32 - 1))
 def test_pack_and_unpack_are_inverse(quarter, seed):
     slots = np.random.default_rng(seed).integers(0, 4, size=(3, 4 * quarter)).astype(np.uint8)
     packed = codec.pack(slots)
-    np.testing.assert_array_equal(codec.unpack(packed), slots)
+    np.testing.assert_array_equal(unpack(packed), slots)
     np.testing.assert_array_equal(packed, np.stack([definition.pack_row(row) for row in slots]))
 
 
 def test_fault_q12_every_byte_value_unpacks():
     every = np.arange(256, dtype=np.uint8)
     expected = np.stack([(every >> shift) & 3 for shift in (0, 2, 4, 6)], axis=-1)
-    np.testing.assert_array_equal(codec.unpack(every[:, None]), expected)
+    np.testing.assert_array_equal(unpack(every[:, None]), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fault_q1_all_zero_rows(kind):
     """Zero rows come back as zeros (min/max) or as mu's nearest stored row, never as NaN."""
     code = transform_code(kind).layer(0)
-    x = np.zeros((3, 2, 64), np.float32)
-    decoded = np.asarray(codec.decode(code, codec.encode(code, x)))
+    x = np.zeros((24, 2, 64), np.float32)
+    decoded = np.asarray(decode(code, encode(code, x)))
     assert np.isfinite(decoded).all()
     if code.kind == "minmax":
         np.testing.assert_array_equal(decoded, 0)
@@ -117,11 +128,11 @@ def test_fault_q1_all_zero_rows(kind):
 def test_fault_q2_constant_rows(constant, scale_dtype):
     """A constant row has no range: it comes back within the rounding of the stored offset."""
     code = transform_code("naive").layer(0)
-    x = np.full((2, 2, 64), constant, np.float32)
-    encoded = codec.encode(code, x, scale_dtype=scale_dtype)
+    x = np.full((24, 2, 64), constant, np.float32)
+    encoded = encode(code, x, scale_dtype=scale_dtype)
     np.testing.assert_array_equal(np.asarray(encoded.scale, np.float32), 0)
     step = float(jnp.finfo(scale_dtype).eps) * abs(constant)
-    np.testing.assert_allclose(np.asarray(codec.decode(code, encoded)), x, atol=step)
+    np.testing.assert_allclose(np.asarray(decode(code, encoded)), x, atol=step)
 
 
 def test_fault_q2_constant_rows_under_hadamard():
@@ -136,8 +147,8 @@ def test_fault_q2_constant_rows_under_hadamard():
         kind="minmax",
     ).layer(0)  # fmt: skip
     for constant in (3.7, 1e-4):
-        encoded = codec.encode(code, np.full((2, 1, 64), constant, np.float32))
-        decoded = np.asarray(codec.decode(code, encoded))
+        encoded = encode(code, np.full((2, 1, 64), constant, np.float32))
+        decoded = np.asarray(decode(code, encoded))
         # One quantization step in y is range / 3 = 8 |x| / 3, spread over 64 coordinates by the rotation.
         np.testing.assert_allclose(decoded, constant, atol=8 * constant / 3 / 8 * 1.01 + 1e-6)
 
@@ -147,7 +158,7 @@ def test_fault_q4_a_channel_of_zeros(kind):
     code = transform_code(kind).layer(0)
     x = rows(64)
     x[..., 5] = 0
-    assert np.isfinite(np.asarray(codec.decode(code, codec.encode(code, x)))).all()
+    assert np.isfinite(np.asarray(decode(code, encode(code, x)))).all()
 
 
 def test_fault_q5_bit_widths_are_right_or_refused():
@@ -162,7 +173,7 @@ def test_fault_q5_bit_widths_are_right_or_refused():
         TransformCode.build(**frame, bits=(4 * ones).astype(np.int8), delta=ones)
     four = TransformCode.build(**frame, bits=(4 * ones).astype(np.int8), delta=0.335 * ones, slots=16).layer(0)
     x = np.random.default_rng(0).normal(size=(500, 1, 8)).astype(np.float32)
-    error = np.asarray(codec.decode(four, codec.encode(four, x))) - x
+    error = np.asarray(decode(four, encode(four, x))) - x
     assert (error**2).mean() < 0.02  # 4-bit uniform on a Gaussian: .0115
 
 
@@ -171,13 +182,13 @@ def test_fault_q10_large_keys_in_bfloat16_stay_accurate():
     x = rows(128)
     x[..., 7] += 400
     x = jnp.asarray(x, jnp.bfloat16)
-    encoded = codec.encode(code, x)
-    assert np.isfinite(np.asarray(encoded.scale, np.float32)).all()
-    y = np.asarray(codec.transform(code, x))
+    encoded = arrays(encode(code, x))
+    assert np.isfinite(encoded.scale.astype(np.float32)).all()
+    y = np.asarray(transform(code, x))
     for token, head in np.ndindex(*y.shape[:2]):
         slots, scale, _ = definition.quantize_row(code, head, y[token, head])
         np.testing.assert_array_equal(encoded.slots[token, head], definition.pack_row(slots))
-        assert np.asarray(encoded.scale)[token, head] == scale
+        assert encoded.scale[token, head] == scale
 
 
 @pytest.mark.parametrize("bad", (np.nan, np.inf, -np.inf))
@@ -187,7 +198,7 @@ def test_non_finite_rows_store_nan_and_leave_their_neighbours(kind, bad):
     clean = rows(64)
     dirty = clean.copy()
     dirty[2, 1, 9] = bad
-    before, after = codec.encode(code, clean), codec.encode(code, dirty)
+    before, after = encode(code, clean), encode(code, dirty)
     assert np.isnan(np.asarray(after.scale, np.float32)[2, 1])
     assert (np.asarray(after.slots)[2, 1] == 0).all()
     keep = np.ones((24, 2), bool)
@@ -201,16 +212,16 @@ def test_non_finite_rows_store_nan_and_leave_their_neighbours(kind, bad):
 @pytest.mark.parametrize("magnitude", (1e-30, 1e-6, 1e7, 1e15))
 def test_scales_underflow_to_zero_and_saturate(kind, magnitude, scale_dtype):
     code = transform_code(kind).layer(0)
-    encoded = codec.encode(code, rows(64) * np.float32(magnitude), scale_dtype=scale_dtype)
+    encoded = encode(code, rows(64) * np.float32(magnitude), scale_dtype=scale_dtype)
     assert np.isfinite(np.asarray(encoded.scale, np.float32)).all()
-    assert np.isfinite(np.asarray(codec.decode(code, encoded))).all()
+    assert np.isfinite(np.asarray(decode(code, encoded))).all()
     if magnitude >= 1e7 and scale_dtype == "float16":
         assert (np.abs(np.asarray(encoded.scale, np.float32)) <= 65504).all()
 
 
 def test_an_overflowing_mean_square_counts_as_non_finite():
     code = transform_code("levels").layer(0)
-    encoded = codec.encode(code, np.full((1, 2, 64), 1e25, np.float32))
+    encoded = encode(code, np.full((24, 2, 64), 1e25, np.float32))
     assert np.isnan(np.asarray(encoded.scale, np.float32)).all()
     assert (np.asarray(encoded.slots) == 0).all()
 
@@ -219,10 +230,9 @@ def test_an_overflowing_mean_square_counts_as_non_finite():
 def test_a_row_encodes_alike_at_every_place_of_one_program(kind):
     """Rule E1: one compiled program, whatever the neighbours and the row's position."""
     code = transform_code(kind).layer(0)
-    encode = jax.jit(codec.encode)
-    x = rows(64, count=37)
+    x = rows(64)
     reference = encode(code, x)
-    order = np.random.default_rng(1).permutation(37)
+    order = np.random.default_rng(1).permutation(24)
     moved = encode(code, x[order])
     for a, b in zip(jax.tree.leaves(reference), jax.tree.leaves(moved), strict=True):
         np.testing.assert_array_equal(np.asarray(a)[order], np.asarray(b))
@@ -234,7 +244,11 @@ def test_a_row_encodes_alike_at_every_place_of_one_program(kind):
 
 def test_float64_rows_are_encoded_in_float64():
     with jax.enable_x64(True):
-        code = transform_code("levels").layer(0)
-        x = jnp.asarray(rows(64, dtype=np.float64))
-        assert codec.transform(code, x).dtype == jnp.float64
-        assert codec.decode(code, codec.encode(code, x), dtype=jnp.float64).dtype == jnp.float64
+        code, x = transform_code("levels").layer(0), jnp.asarray(rows(64, dtype=np.float64))
+        y = transform(code, x)
+        assert y.dtype == jnp.float64
+        exact = np.einsum("tkd,kde->tke", np.asarray(x) - code.mu.astype(np.float64), code.encode.astype(np.float64))
+        np.testing.assert_allclose(y, exact, rtol=1e-12, atol=1e-12)
+        assert (
+            jax.eval_shape(lambda x: codec.decode(code, codec.encode(code, x), dtype=jnp.float64), x).dtype == y.dtype
+        )
