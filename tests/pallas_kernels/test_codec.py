@@ -14,7 +14,10 @@ from tests.pallas_kernels.codes import KINDS, transform_code
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
 encode = jax.jit(codec.encode, static_argnames="scale_dtype")
-transform, decode, unpack = jax.jit(codec.transform), jax.jit(codec.decode), jax.jit(codec.unpack)
+transform, decode, unpack = (
+    jax.jit(f, compiler_options={"xla_backend_optimization_level": 0})
+    for f in (codec.transform, codec.decode, codec.unpack)
+)
 quantize = jax.jit(codec.quantize)
 
 # Compiling is the cost here: every head size for the default code, one each for the other kinds.
@@ -25,6 +28,11 @@ KINDS_AND_HEADS = [("levels", head_dim) for head_dim in HEAD_DIMS] + [
 
 def arrays(encoded):
     return jax.tree.map(np.asarray, encoded)
+
+
+def round_trip(code, x):
+    """Decoded rows of x, 24 at a time: one compiled program serves most tests."""
+    return np.concatenate([decode(code, encode(code, x[i : i + 24])) for i in range(0, len(x), 24)])
 
 
 def rows(head_dim, *, count=24, kv_heads=2, seed=3, dtype=np.float32):
@@ -59,29 +67,28 @@ def test_decoding_equals_the_definition(kind, head_dim):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoding_loses_what_two_bits_lose(kind):
-    code = transform_code(kind, head_dim=128).layer(0)
-    x = np.random.default_rng(0).normal(size=(200, 2, 128)).astype(np.float32)
-    y = np.asarray(transform(code, x))
+    code = transform_code(kind).layer(0)
+    x = np.random.default_rng(0).normal(size=(240, 2, 64)).astype(np.float32)
     kept = np.asarray(code.bits) > 0
-    y_hat = np.asarray(transform(code, decode(code, encode(code, x))))
+    y, y_hat = (np.einsum("tkd,kde->tke", rows - code.mu, code.encode) for rows in (x, round_trip(code, x)))
     relative = (((y_hat - y) ** 2) * kept).sum() / ((y**2) * kept).sum()
     # On Gaussian rows: min/max without clipping .25, at rank .96 .16; frames that do not fit the data lose more.
     assert 0.01 < relative < (0.3 if code.kind == "minmax" else 0.5)
 
 
 def test_feedback_lowers_the_metric_error_of_the_same_code():
-    plain, feedback = (transform_code(kind, head_dim=64).layer(0) for kind in ("levels-uniform", "feedback"))
-    x = rows(64, count=400)
+    plain, feedback = (transform_code(kind).layer(0) for kind in ("levels-uniform", "feedback"))
+    x = rows(64, count=240)
     inverse = np.linalg.inv(np.asarray(plain.encode, np.float64))
 
     def metric_error(code):
-        y_error = np.einsum("tkd,kde->tke", np.asarray(decode(code, encode(code, x))) - x, code.encode)
+        y_error = np.einsum("tkd,kde->tke", round_trip(code, x) - x, code.encode)
         return (np.einsum("tkd,kde->tke", y_error, inverse) ** 2).sum()
 
     assert metric_error(feedback) < 0.95 * metric_error(plain)
 
 
-@pytest.mark.parametrize("slots", (56, 64, 72, 128))
+@pytest.mark.parametrize("slots", (56, 72, 128))
 def test_slot_counts_other_than_the_head_size(slots):
     code = transform_code("levels", head_dim=64, slots=slots).layer(0)
     encoded = encode(code, rows(64))
