@@ -105,7 +105,7 @@ def _answers(
     tiers: Tiers,
     say: _Narrator,
 ) -> dict[str, Any]:
-    prompt = args.prompt or _question(encode)
+    prompt = args.prompt or _question()
     shown = prompt if len(prompt) < 400 else f"{prompt[:160]} ... {prompt[-200:]}"
     say(f"one prompt, {len(encode(prompt))} tokens, answered with both caches:\n  {shown!r}")
     found: dict[str, Any] = {"prompt": prompt}
@@ -121,15 +121,11 @@ def _answers(
     return found
 
 
-def _question(encode) -> str:
-    """A question whose answer stands in the 2-bit part of the prompt: before the recent window, after the sinks."""
-    article = next(text for text in corpus.wiki_summaries("heldout") if len(encode(text)) > 120)
-    filler = corpus.wiki_summaries("heldout")[1:13]
-    return (
-        "Read the articles and answer the question.\n\n"
-        + "\n\n".join([filler[0], article, *filler[1:]])
-        + f"\n\nQuestion: In one sentence, what is {article.splitlines()[0]}?"
-    )
+def _question() -> str:
+    """A question whose answer stands in the 2-bit part of the prompt: behind the sinks, before the recent window."""
+    articles = corpus.wiki_summaries("heldout")[40:46]
+    title = articles[1].splitlines()[0]
+    return "\n\n".join(articles) + f"\n\nWhat does the text above say about {title}? Answer in two sentences."
 
 
 def _plot(arms: Mapping[str, Mapping[str, Any]], path: Path, *, title: str) -> None:
