@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from tqdm import tqdm
 
 from calib import artifact, fit, moments
@@ -172,9 +173,9 @@ def _capture(decoder: Decoder, tokens: jax.Array):
     return decoder(tokens, positions, plain_attention(decoder.config, capture=True), None)[2]
 
 
-def _no_queries(model: LoadedModel, k: np.ndarray) -> np.ndarray:
+def _no_queries(model: LoadedModel, k: ArrayLike) -> np.ndarray:
     """Stands in for the queries that the second pass does not read."""
-    return np.broadcast_to(np.float32(0), (*k.shape[:3], model.config.q_heads, model.config.head_dim))
+    return np.broadcast_to(np.float32(0), (*np.shape(k)[:3], model.config.q_heads, model.config.head_dim))
 
 
 def _kv_bytes(model: LoadedModel, tokens: int) -> int:

@@ -246,7 +246,8 @@ def run(args: argparse.Namespace) -> int:
         calibration = {"text": source.description, "text_sha256": source.sha256, "tokens": len(source.tokens)}
     if not arms:
         raise ValueError("nothing to evaluate: give --recipes, such as oscar-reference,default, or --artifact.")
-    report = evaluate(model, arms, text, sequence=args.sequence, tiers=tiers) | {"calibration": calibration}
+    report = evaluate(model, arms, text, sequence=args.sequence, tiers=tiers)
+    report["calibration"] = calibration
     print(table(report["arms"]), file=sys.stderr if args.json else sys.stdout)
     if args.json:
         print(json.dumps(report))

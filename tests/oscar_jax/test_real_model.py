@@ -53,9 +53,9 @@ def test_one_piece_chunks_and_single_tokens_agree(smollm2, text, codes, plain_dt
             logits, cache = step(cache, tokens[:, start : start + size], output="all")
             rows.append(np.asarray(jax.nn.log_softmax(logits[0], axis=-1)))
             start += size
-        return np.concatenate(rows), [
-            np.asarray(codec.unpack(side.slots)) for side in (cache.history.key, cache.history.value)
-        ]
+        assert cache.history is not None
+        sides = (cache.history.key, cache.history.value)
+        return np.concatenate(rows), [np.asarray(codec.unpack(side.slots)) for side in sides]
 
     whole, whole_slots = run([TOKENS])
     assert config.tiers.history_tokens(TOKENS) == 320
