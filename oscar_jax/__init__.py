@@ -6,7 +6,7 @@
     codes, manifest = oscar.load_artifact("artifact", model=model.identity)
     print(oscar.complete(model, "Why is the sky blue?", codes=codes).text)
 
-The names below are the public ones; each is imported when it is first used, so that importing the package imports no jax.
+The names below are the public ones; each is imported when first used, so that importing the package imports no jax.
 """
 
 from __future__ import annotations

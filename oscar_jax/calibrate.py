@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 from tqdm import tqdm
 
 from calib import artifact, fit, moments
@@ -97,34 +96,38 @@ def calibrate(
         value_metric=model.decoder.value_metric() if value_metric == "output" else None,
         softmax_scale=config.softmax_scale,
     )
-    passes = max(recipe.passes for recipe in chosen)
-    rows, lengths = _sequences(text.tokens, sequence)
-    add = partial(moments.accumulate, positions=np.arange(sequence), rope=config.rotary)
-    if measured.settings.groups:
-        kept: list[tuple[np.ndarray, np.ndarray]] = []
-        keep = passes == 2 and _kv_bytes(model, rows.size) <= KEPT_BYTES
-        for i, (q, k, v) in enumerate(_captured(model, rows, "calibrating", progress)):
-            measured = add(measured, q, k, v, lengths=lengths[i : i + 1])
-            if keep:
-                kept.append((np.asarray(k), np.asarray(v)))
-        if passes == 2:
-            first = fit.first_fit(measured)
-            source = ((None, k, v) for k, v in kept) if keep else _captured(model, rows, "second pass", progress)
-            for i, (q, k, v) in enumerate(source):
-                measured = add(
-                    measured,
-                    _no_queries(model, k) if q is None else q,
-                    k,
-                    v,
-                    lengths=lengths[i : i + 1],
-                    first_fit=first,
-                )
+    measured = _measure(model, text.tokens, measured, sequence=sequence, progress=progress)
     limit = max_position or config.max_position
     results = {}
     for recipe in chosen:
         codes = fit.fit(measured, recipe, rope=config.rotary, max_position=limit, slots=slots)
         results[recipe.name] = Fitted(codes, _manifest(model, text, recipe.name, codes, measured, limit, value_metric))
     return results
+
+
+def _measure(
+    model: LoadedModel, tokens: np.ndarray, measured: moments.Moments, *, sequence: int, progress: bool
+) -> moments.Moments:
+    """Streams the text through the model, once or twice, into the moments."""
+    recipes = measured.settings.recipes
+    if not measured.settings.groups:
+        return measured  # only recipes that need no data
+    rows, lengths = _sequences(tokens, sequence)
+    add = partial(moments.accumulate, positions=np.arange(sequence), rope=model.config.rotary)
+    twice = any(recipe.passes == 2 for recipe in recipes)
+    keep = twice and _kv_bytes(model, rows.size) <= KEPT_BYTES
+    kept: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    for i, (q, k, v) in enumerate(_captured(model, rows, "calibrating", progress)):
+        measured = add(measured, q, k, v, lengths=lengths[i : i + 1])
+        if keep:
+            # The second pass reads no queries: a view of one zero stands in for them.
+            kept.append((np.broadcast_to(np.float32(0), q.shape), np.asarray(k), np.asarray(v)))
+    if twice:
+        first = fit.first_fit(measured)
+        source = kept if keep else _captured(model, rows, "second pass", progress)
+        for i, (q, k, v) in enumerate(source):
+            measured = add(measured, q, k, v, lengths=lengths[i : i + 1], first_fit=first)
+    return measured
 
 
 def _sequence(sequence: int | None, bucket: int, context: int, text: corpus.TokenText) -> int:
@@ -171,11 +174,6 @@ def _captured(
 def _capture(decoder: Decoder, tokens: jax.Array):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return decoder(tokens, positions, plain_attention(decoder.config, capture=True), None)[2]
-
-
-def _no_queries(model: LoadedModel, k: ArrayLike) -> np.ndarray:
-    """Stands in for the queries that the second pass does not read."""
-    return np.broadcast_to(np.float32(0), (*np.shape(k)[:3], model.config.q_heads, model.config.head_dim))
 
 
 def _kv_bytes(model: LoadedModel, tokens: int) -> int:
