@@ -160,10 +160,16 @@ def init_cache(config: CacheConfig, codes: TransformCodes | None = None) -> KVCa
     table = np.arange(config.batch * needed, dtype=np.int32).reshape(config.batch, needed)
     return KVCache(
         plain=PlainTiers(*sides),
-        history=init_history(codes, pages=pages, page=config.tiers.page) if codes is not None and needed else None,
+        history=_init_history(config, codes, pages) if codes is not None and needed else None,
         page_indices=jnp.asarray(np.where(table < pages, table, -1)),
         lengths=jnp.zeros(config.batch, jnp.int32),
     )
+
+
+def _init_history(config: CacheConfig, codes: TransformCodes, pages: int) -> History:
+    # The GPU kernels want the tokens of a page of values next to each other; every other reader takes both orders.
+    tokens_last = dispatch.preferred(config.implementation) == "triton"
+    return init_history(codes, pages=pages, page=config.tiers.page, values_tokens_last=tokens_last)
 
 
 def _check_codes(config: CacheConfig, codes: TransformCodes) -> None:

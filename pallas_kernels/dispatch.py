@@ -7,16 +7,18 @@ from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any
 
-# operation -> implementation -> "module:function", best first. A module that cannot be imported here is unavailable.
-_TABLE = MappingProxyType({"attention": MappingProxyType({"xla": "pallas_kernels.attention.xla:attend"})})
-
-# Names that callers may ask for and what stands in their way.
-_ABSENT = MappingProxyType(
+# operation -> implementation -> "module:function", best first. A module is unavailable where it cannot be imported or
+# its `unavailable()`, if it has one, gives a reason.
+_TABLE = MappingProxyType(
     {
-        "triton": "the GPU kernels are not part of this version",
-        "tpu": "the TPU kernels are not part of this version",
+        "attention": MappingProxyType(
+            {"triton": "pallas_kernels.attention.triton:attend", "xla": "pallas_kernels.attention.xla:attend"}
+        )
     }
 )
+
+# Names that callers may ask for and what stands in their way.
+_ABSENT = MappingProxyType({"tpu": "the TPU kernels are not part of this version"})
 
 
 def implementations() -> tuple[str, ...]:
@@ -34,6 +36,14 @@ def availability() -> dict[str, str | None]:
         except (ImportError, NotImplementedError) as error:
             reasons[name] = str(error)
     return reasons | _ABSENT
+
+
+def preferred(implementation: str | Sequence[str] | None) -> str | None:
+    """The implementation that a request tries first of those that run here; None where none does."""
+    reasons = availability()
+    names = tuple(reasons) if implementation is None else implementation
+    names = (names,) if isinstance(names, str) else names
+    return next((name for name in names if name in reasons and reasons[name] is None), None)
 
 
 def call(operation: str, implementation: str | Sequence[str] | None, *args: Any, **kwargs: Any) -> Any:
@@ -61,8 +71,11 @@ def call(operation: str, implementation: str | Sequence[str] | None, *args: Any,
 def _load(operation: str, name: str) -> Callable[..., Any]:
     if name in _ABSENT:
         raise NotImplementedError(_ABSENT[name])
-    module, _, function = _TABLE[operation][name].partition(":")
+    path, _, function = _TABLE[operation][name].partition(":")
     try:
-        return getattr(importlib.import_module(module), function)
+        module = importlib.import_module(path)
     except ImportError as error:
         raise NotImplementedError(f"cannot be imported here ({error})") from error
+    if reason := getattr(module, "unavailable", lambda: None)():
+        raise NotImplementedError(reason)
+    return getattr(module, function)

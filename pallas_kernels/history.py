@@ -7,6 +7,7 @@ A page holds `page` consecutive history tokens of one sequence, all KV heads; pa
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,37 +20,44 @@ from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
 
 
-@jax.tree_util.register_dataclass
+@partial(jax.tree_util.register_dataclass, data_fields=["slots", "scale", "offset"], meta_fields=["tokens_last"])
 @dataclasses.dataclass(frozen=True)
 class SidePages:
     """Pages of one side of all layers.
 
-    Slots uint8 `[L, P, K, page, N/4]`; scale and offset `[L, P, K, page]` in the storage dtype of the codes'
-    `scale_dtype` (`pallas_kernels.storage`).
+    Slots uint8 `[L, P, K, page, N/4]`, or `[L, P, K, N/4, page]` with `tokens_last`, the order that an implementation
+    may want; scale and offset `[L, P, K, page]` in the storage dtype of the codes' `scale_dtype`
+    (`pallas_kernels.storage`).
     """
 
     slots: jax.Array
     scale: jax.Array
     offset: jax.Array | None
+    tokens_last: bool = False
+
+    def laid_out(self, *, tokens_last: bool) -> SidePages:
+        """The same pages in either order; `tokens_last=False` is the one that all implementations share."""
+        slots = self.slots if tokens_last == self.tokens_last else self.slots.swapaxes(-1, -2)
+        return dataclasses.replace(self, slots=slots, tokens_last=tokens_last)
 
     def take(self, layer: jax.Array, pages: jax.Array) -> codec.Encoded:
         """Rows of pages `[B, p]` as `[B, p, K, page, ...]`; ids out of range are clamped, so callers must mask."""
         pages = jnp.clip(pages, 0, self.scale.shape[1] - 1)
         scale, offset = (None if x is None else loaded(x[layer, pages]) for x in (self.scale, self.offset))
-        return codec.Encoded(self.slots[layer, pages], scale, offset)  # type: ignore[arg-type]
+        slots = self.slots[layer, pages]
+        return codec.Encoded(slots.swapaxes(-1, -2) if self.tokens_last else slots, scale, offset)  # type: ignore[arg-type]
 
     def put(self, layer: jax.Array, pages: jax.Array, offsets: jax.Array, rows: codec.Encoded) -> SidePages:
         """Stores rows `[B, M, K, ...]` at page ids and page offsets `[B, M]`; ids out of range are dropped."""
         pages = jnp.where(pages < 0, self.scale.shape[1], pages)  # a negative id would wrap around
-        written = (
-            None if pool is None else pool.at[layer, pages, :, offsets].set(row, mode="drop")
-            for pool, row in (
-                (self.slots, rows.slots),
-                (self.scale, stored(rows.scale)),
-                (self.offset, None if rows.offset is None else stored(rows.offset)),
-            )
+        place = (layer, pages, slice(None), offsets)
+        slots = self.slots.at[(*place[:3], slice(None), offsets) if self.tokens_last else place]
+        return SidePages(
+            slots.set(rows.slots, mode="drop"),
+            self.scale.at[place].set(stored(rows.scale), mode="drop"),
+            None if self.offset is None else self.offset.at[place].set(stored(rows.offset), mode="drop"),  # type: ignore[arg-type]
+            self.tokens_last,
         )
-        return SidePages(*written)  # type: ignore[arg-type]
 
 
 @jax.tree_util.register_dataclass
@@ -61,16 +69,17 @@ class History:
     value: SidePages
 
 
-def init_history(codes: TransformCodes, *, pages: int, page: int) -> History:
+def init_history(codes: TransformCodes, *, pages: int, page: int, values_tokens_last: bool = False) -> History:
     """Empty pages for every layer of `codes`."""
 
-    def side(code) -> SidePages:
+    def side(code, tokens_last: bool) -> SidePages:
         rows = (code.layers, pages, code.kv_heads, page)
         scale = jnp.zeros(rows, storage_dtype(codes.scale_dtype))
-        slots = jnp.zeros((*rows, code.slots // codec.PLANES), jnp.uint8)
-        return SidePages(slots, scale, jnp.zeros_like(scale) if code.has_offset else None)
+        width = code.slots // codec.PLANES
+        slots = jnp.zeros((*rows[:3], width, page) if tokens_last else (*rows, width), jnp.uint8)
+        return SidePages(slots, scale, jnp.zeros_like(scale) if code.has_offset else None, tokens_last)
 
-    return History(side(codes.key), side(codes.value))
+    return History(side(codes.key, False), side(codes.value, values_tokens_last))
 
 
 def bucket_tables(codes: TransformCodes, tiers: Tiers, length: int, dtype) -> tuple[np.ndarray, np.ndarray] | None:

@@ -12,7 +12,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 Pairing = Literal["half", "interleaved"]
 
@@ -45,12 +45,12 @@ class Rotary:
         """Rotary embedding of the whole head with frequencies `base ** (-2i / head_dim)`."""
         return cls(tuple(float(base ** (-2 * i / head_dim)) for i in range(head_dim // 2)), head_dim, pairing)
 
-    def tables(self, positions: ArrayLike, dtype=np.float32) -> tuple[np.ndarray, np.ndarray]:
+    def tables(self, positions: ArrayLike, dtype: DTypeLike = np.float32) -> tuple[np.ndarray, np.ndarray]:
         """Cosines and sines `[..., rotary_dim / 2]` for integer positions `[...]`, from float64 angles."""
         angles = np.asarray(positions, np.float64)[..., None] * np.asarray(self.inverse_frequencies, np.float64)
         return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
 
-    def table(self, length: int, dtype=np.float32) -> tuple[np.ndarray, np.ndarray]:
+    def table(self, length: int, dtype: DTypeLike = np.float32) -> tuple[np.ndarray, np.ndarray]:
         """`tables` of positions 0 .. length - 1."""
         return self.tables(np.arange(length), dtype)
 

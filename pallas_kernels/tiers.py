@@ -47,7 +47,9 @@ class Tiers:
         """First plain position after the history that a query at `position` sees; -1 means nothing is stored yet."""
         excess = position + 1 - self.sink - self.recent
         excess = excess * (excess > 0)
-        if isinstance(excess, jax.Array):  # never negative: truncation is the floor, and `//` would be twenty operations
+        if isinstance(
+            excess, jax.Array
+        ):  # never negative: truncation is the floor, and `//` would be twenty operations
             whole = jax.lax.div(excess, jnp.full_like(excess, self.group))
         else:
             whole = excess // self.group

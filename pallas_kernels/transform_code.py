@@ -8,11 +8,13 @@ with clipping and min/max quantization (OSCAR, arXiv 2605.17757) is the instance
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from pallas_kernels.rope import Rotary
 from pallas_kernels.tiers import Tiers
@@ -135,7 +137,7 @@ class TransformCode:
             ValueError: bits that do not fit the slots or are not 6, 4, 2, 0 in descending order.
         """
         bits = np.asarray(bits, np.int8)
-        dim = bits.shape[-1]
+        dim = int(bits.shape[-1])
         slots = dim if slots is None else slots
         if slots % 8:
             raise ValueError(f"slots={slots}: expected a multiple of 8; the nearest is {max(8, round(slots / 8) * 8)}.")
@@ -153,7 +155,7 @@ class TransformCode:
         rows = np.take_along_axis(np.asarray(inverse, np.float64), owner[..., None], axis=-2)
         kept = bits > 0
         f32 = partial(np.asarray, dtype=np.float32)
-        return cls(
+        leaves: dict[str, Any] = dict(
             mu=f32(mu),
             encode=f32(np.where(kept[..., None, :], encode, 0)),
             bits=bits,
@@ -167,10 +169,8 @@ class TransformCode:
             slot_owner=owner,
             slot_shift=shift,
             feedback=_feedback_factor(metric),
-            kind=kind,
-            clip=clip,
-            clip_ratio=float(clip_ratio),
-        )  # type: ignore[arg-type]
+        )
+        return cls(**leaves, kind=kind, clip=clip, clip_ratio=float(clip_ratio))
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The leaves an artifact stores, by name; absent ones left out."""
@@ -178,7 +178,7 @@ class TransformCode:
 
     @classmethod
     def from_arrays(
-        cls, arrays: dict[str, jax.Array], *, kind: Kind, clip: Clip = "none", clip_ratio: float = 1.0
+        cls, arrays: Mapping[str, jax.Array | np.ndarray], *, kind: Kind, clip: Clip = "none", clip_ratio: float = 1.0
     ) -> TransformCode:
         """Inverse of `arrays`; the slot tables are derived anew.
 
@@ -338,7 +338,7 @@ def _feedback_factor(metric: np.ndarray | jax.Array | None) -> np.ndarray | None
     return np.swapaxes(np.linalg.cholesky((inverse + np.swapaxes(inverse, -1, -2)) / 2), -1, -2).astype(np.float32)
 
 
-def _fail(side: str, bad: np.ndarray, what: str) -> None:
+def _fail(side: str, bad: ArrayLike, what: str) -> None:
     if np.any(bad):
         layer, head = np.argwhere(np.atleast_2d(bad))[0]
         raise ValueError(

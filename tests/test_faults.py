@@ -10,7 +10,8 @@ ROW = re.compile(r"\| ([QKCR]\d+) \| .+? \| (.+) \|")
 
 def rows() -> dict[str, str]:
     """Fault id to its cell of tests."""
-    return dict(match.groups() for match in map(ROW.fullmatch, (TESTS / "faults.md").read_text().splitlines()) if match)
+    matches = map(ROW.fullmatch, (TESTS / "faults.md").read_text().splitlines())
+    return {match[1]: match[2] for match in matches if match}
 
 
 def defined_tests() -> set[str]:

@@ -165,7 +165,7 @@ def _over_plain(
     values = jnp.concatenate([loaded(plain.sink_v[layer]), v, loaded(plain.recent_v[layer])], axis=1)
     rows = (keys, values, positions, usable)
     total = tiers.sink + tokens + ring
-    if total <= 2 * TILE_TOKENS:
+    if total <= 2 * TILE_TOKENS or tokens <= SLOT_READ_TOKENS:  # logits of few queries are small whatever the ring
         return tile(state, *rows)
     pad = -total % TILE_TOKENS
     rows = tuple(jnp.pad(x, ((0, 0), (0, pad), *((0, 0),) * (x.ndim - 2))) for x in rows)
@@ -205,9 +205,9 @@ def _over_history(
         index = i * tokens + jnp.arange(tokens)
         positions = jnp.broadcast_to(tiers.sink + index, (batch, tokens))
         usable = positions < ends[:, None]
-        rows = [_clean(side.take(layer, ids), usable) for side in (history.key, history.value)]
+        key, value = (_clean(side.take(layer, ids), usable) for side in (history.key, history.value))
         bucket = (i * tokens + jnp.arange(pages) * tiers.page) // (codes.bucket or 1)
-        return visit(state, _Tile(*rows, bucket if codes.bucket else jnp.zeros_like(bucket), positions, usable))
+        return visit(state, _Tile(key, value, bucket if codes.bucket else jnp.zeros_like(bucket), positions, usable))
 
     first = jnp.maximum(lowest - tiers.sink, 0) // tokens
     return jax.lax.fori_loop(first, -(-(ends.max() - tiers.sink) // tokens), one, state)
@@ -245,8 +245,8 @@ def _read_rows(
     key_code, value_code = codes.key.layer(layer), codes.value.layer(layer)
 
     def rows(code, encoded: codec.Encoded) -> jax.Array:
-        encoded = codec.Encoded(*(None if leaf is None else jnp.moveaxis(leaf, 2, 3) for leaf in encoded))
-        return codec.decode(code, encoded, dtype=compute)  # [B, p, page, K, D]
+        token_major = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 2, 3), encoded)
+        return codec.decode(code, token_major, dtype=compute)  # [B, p, page, K, D]
 
     def visit(state: Partial, tile: _Tile) -> Partial:
         keys = from_bucket(rows(key_code, tile.key), tile.bucket[:, None], tables, codes)

@@ -2,14 +2,17 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from oscar_jax.cache import CacheConfig, KVCache, advance, init_cache, step_attention
 from pallas_kernels import codec
 from pallas_kernels.attention import AttentionSpec
+from pallas_kernels.history import History
 from pallas_kernels.storage import loaded
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
@@ -32,7 +35,8 @@ def config(**changes) -> CacheConfig:
 
 @functools.cache
 def base_codes(**changes) -> TransformCodes:
-    return transform_codes(**({"bucket": 16, "layers": LAYERS, "head_dim": DIM, "kv_heads": KV_HEADS} | changes))
+    sizes: dict[str, Any] = {"bucket": 16, "layers": LAYERS, "head_dim": DIM, "kv_heads": KV_HEADS}
+    return transform_codes(**(sizes | changes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Tokens:
     v: np.ndarray
 
     @classmethod
-    def random(cls, seed=0, dtype=np.float32, length=LENGTH, heads=HEADS, kv_heads=KV_HEADS, dim=DIM):
+    def random(cls, seed=0, dtype: DTypeLike = np.float32, length=LENGTH, heads=HEADS, kv_heads=KV_HEADS, dim=DIM):
         rng = np.random.default_rng(seed)
         shapes = ((LAYERS, BATCH, length, n, dim) for n in (heads, kv_heads, kv_heads))
         return cls(*(rng.normal(size=shape).astype(dtype) for shape in shapes))
@@ -114,21 +118,28 @@ def schedule(lengths, *sizes):
     return steps
 
 
+def pages(cache: KVCache) -> History:
+    """The history of a cache that has one."""
+    assert cache.history is not None
+    return cache.history
+
+
 def slots_of(cache: KVCache) -> list[np.ndarray]:
     """Unpacked slots of both sides, `[L, P, K, page, N]`."""
-    return [np.asarray(codec.unpack(side.slots)) for side in (cache.history.key, cache.history.value)]
+    return [np.asarray(codec.unpack(side.slots)) for side in (pages(cache).key, pages(cache).value)]
 
 
-def live_rows(cache: KVCache, cfg: CacheConfig, layer, b, side):
+def live_rows(cache: KVCache, cfg: CacheConfig, layer, b, side) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Slots `[h, K, N]`, scale and offset of the history tokens of sequence b, read through its page table."""
-    tokens, page = cfg.tiers.history_tokens(int(cache.lengths[b])), cfg.tiers.page
-    pages, places = np.asarray(cache.page_indices)[b, np.arange(tokens) // page], np.arange(tokens) % page
-    pool = getattr(cache.history, side)
+    index = np.arange(cfg.tiers.history_tokens(int(cache.lengths[b])))
+    ids, places = np.asarray(cache.page_indices)[b, index // cfg.tiers.page], index % cfg.tiers.page
+    pool = getattr(pages(cache), side)
 
     def rows(leaf):
-        return None if leaf is None else np.asarray(loaded(leaf))[layer, pages, :, places]
+        return np.asarray(loaded(leaf))[layer, ids, :, places]
 
-    return np.asarray(codec.unpack(pool.slots))[layer, pages, :, places], rows(pool.scale), rows(pool.offset)
+    slots = np.asarray(codec.unpack(pool.slots))[layer, ids, :, places]
+    return slots, rows(pool.scale), None if pool.offset is None else rows(pool.offset)
 
 
 def encoded_rows(codes: TransformCodes, cfg: CacheConfig, tokens: Tokens, layer, b, length):

@@ -25,6 +25,7 @@ from tests.oscar_jax.cache_runs import (
     encoded_rows,
     feed,
     live_rows,
+    pages,
     run,
     schedule,
     slots_of,
@@ -118,7 +119,7 @@ def test_rejected_drafts_leave_no_trace(piece):
                 for got, want in zip(
                     live_rows(drafted, WIDE, 1, b, side), live_rows(cache, WIDE, 1, b, side), strict=True
                 ):
-                    if got is not None:
+                    if got is not None and want is not None:
                         np.testing.assert_array_equal(got, want[:kept])
 
 
@@ -151,7 +152,7 @@ def test_fault_c14_pools_may_start_as_nan(width):
     steps = schedule(LENGTHS, width)
     clean, _ = run(steps, width=width, tokens=tokens, codes=codes)
     empty = init_cache(BASE, codes)
-    garbage = np.resize(np.int32([-1, 10**6, 2**30, -(2**30)]), empty.page_indices.shape)
+    garbage = np.resize(np.array([-1, 10**6, 2**30, -(2**30)], np.int32), empty.page_indices.shape)
     table = np.asarray(empty.page_indices).copy()
     for b, length in enumerate(LENGTHS):
         used = BASE.tiers.history_pages(length)
@@ -215,7 +216,7 @@ def test_fault_k18_layers_do_not_disturb_each_other():
     np.testing.assert_array_equal(before[1], after[1])
     one, two = (jax.tree.map(lambda x: x[1], (cache.plain, cache.history)) for cache in (first, second))
     assert_trees_equal(one, two)
-    assert (np.asarray(first.history.key.scale)[0] != np.asarray(second.history.key.scale)[0]).any()
+    assert (np.asarray(pages(first).key.scale)[0] != np.asarray(pages(second).key.scale)[0]).any()
 
 
 @settings(max_examples=8, deadline=None)
@@ -233,6 +234,16 @@ def test_page_ids_do_not_matter(seed):
     check_cache(cache, BASE)
 
 
+def test_fault_c5_a_negative_page_id_writes_nowhere():
+    """Python's -1 is the last page, here a page of sequence 1: rows for a page that is not there are dropped."""
+    tokens, codes = Tokens.random(seed=17), base_codes()
+    empty = init_cache(BASE, codes)
+    damaged = dataclasses.replace(empty, page_indices=empty.page_indices.at[0].set(-1))
+    assert int(damaged.page_indices[1, -1]) == pages(damaged).key.scale.shape[1] - 1
+    _, cache = run(schedule((70, 5), 24), width=24, tokens=tokens, codes=codes, cache=damaged)
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(cache.history))
+
+
 def test_fault_c11_prompts_shorter_than_their_padding_and_the_sinks():
     tokens, codes = Tokens.random(seed=10), base_codes()
     outputs, cache = run([[2, 9], [24, 24], [5, 1]], width=24, tokens=tokens, codes=codes)
@@ -243,8 +254,8 @@ def test_fault_c11_prompts_shorter_than_their_padding_and_the_sinks():
 
 def history_rows(cache, b):
     """History tokens of sequence b, counted in its pages: a written row has a scale."""
-    pages = np.asarray(cache.page_indices)[b]
-    return int((np.asarray(cache.history.key.scale, np.float32)[0, pages, 0] != 0).sum())
+    ids = np.asarray(cache.page_indices)[b]
+    return int((np.asarray(pages(cache).key.scale, np.float32)[0, ids, 0] != 0).sum())
 
 
 def test_fault_q7_and_q8_streamed_tokens_are_quantized_and_recents_stay_bounded():
@@ -276,8 +287,8 @@ def test_fault_q11_a_prompt_within_the_windows_is_never_quantized():
     tokens, codes, limit = Tokens.random(seed=12), base_codes(), BASE.tiers.sink + BASE.tiers.recent
     for width in (1, 24):
         outputs, cache = run(schedule((limit, limit - 3), width), width=width, tokens=tokens, codes=codes)
-        assert not np.asarray(cache.history.key.scale).any()
-        assert not np.asarray(cache.history.key.slots).any()
+        assert not np.asarray(pages(cache).key.scale).any()
+        assert not np.asarray(pages(cache).key.slots).any()
         # All plain, with a ring of the same size, so that sums are taken in the same order.
         everything = config(tiers=dataclasses.replace(BASE.tiers, recent=BASE.ring), max_length=4 + BASE.ring)
         assert everything.ring == BASE.ring

@@ -13,8 +13,7 @@ from oscar_jax.cache import CacheConfig, advance, cache_bytes, check_cache, expe
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import bits_per_element
-from tests.oscar_jax.cache_runs import BASE, BATCH, DIM, LAYERS, Tokens, base_codes, config, run, schedule, step
-from tests.pallas_kernels.codes import transform_codes
+from tests.oscar_jax.cache_runs import BASE, BATCH, DIM, LAYERS, Tokens, base_codes, config, pages, run, schedule, step
 
 
 @pytest.mark.parametrize(
@@ -49,7 +48,7 @@ def test_wrong_codes_and_pools_are_refused_at_construction():
     codes = base_codes()
     for wrong in ({"kv_heads": 3}, {"layers": 3}, {"head_dim": 80}):
         with pytest.raises(ValueError, match="calibrate this model"):
-            init_cache(BASE, transform_codes(**({"layers": LAYERS, "head_dim": DIM} | wrong)))
+            init_cache(BASE, base_codes(**wrong))
     with pytest.raises(ValueError, match=r"codes=None with max_length=72.*recent >= 68"):
         init_cache(BASE)
     with pytest.raises(ValueError, match="bucket=16 with page=12: expected pages that divide the bucket"):
@@ -145,11 +144,14 @@ def test_a_step_updates_the_donated_cache_in_place(dtype, width):
     cache = init_cache(cfg, codes)
     q, k = (jnp.zeros((LAYERS, BATCH, width, n, DIM)) for n in (4, 2))
     compiled = step.lower(cache, codes, q, k, k, jnp.zeros(BATCH, jnp.int32), config=cfg).compile()
-    assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes(cache)["total"]
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None
+    assert text is not None
+    assert memory.alias_size_in_bytes >= cache_bytes(cache)["total"]
     shapes = {",".join(map(str, leaf.shape)) for leaf in jax.tree.leaves((cache.plain, cache.history))}
     moved = [
         line.strip()[:120]
-        for line in compiled.as_text().splitlines()
+        for line in text.splitlines()
         if any(f"[{shape}]" in line.split(" = ", 1)[-1].split("{", 1)[0] for shape in shapes)
         and any(f" {operation}(" in line for operation in ("copy", "convert", "bitcast-convert", "select", "transpose"))
     ]
@@ -165,11 +167,11 @@ def filled():
 def test_fault_c5_a_page_id_out_of_range_raises_in_the_checked_mode(bad):
     """Past a sequence's history such entries mean nothing; within, XLA would clamp them silently."""
     cache = filled()
-    pages = [BASE.tiers.history_pages(n) for n in (60, 40)]
-    beyond = dataclasses.replace(cache, page_indices=cache.page_indices.at[1, pages[1] :].set(bad))
+    used = BASE.tiers.history_pages(40)
+    beyond = dataclasses.replace(cache, page_indices=cache.page_indices.at[1, used:].set(bad))
     check_cache(beyond, BASE)
-    within = dataclasses.replace(cache, page_indices=cache.page_indices.at[1, pages[1] - 1].set(bad))
-    with pytest.raises(ValueError, match=f"sequence 1: page table entry {pages[1] - 1} is {bad}.*0 to 15"):
+    within = dataclasses.replace(cache, page_indices=cache.page_indices.at[1, used - 1].set(bad))
+    with pytest.raises(ValueError, match=f"sequence 1: page table entry {used - 1} is {bad}.*0 to 15"):
         check_cache(within, BASE)
 
 
@@ -182,8 +184,8 @@ def test_checked_mode_names_what_is_wrong():
         check_cache(advance(cache, jnp.array([0, 33])), BASE)
     page = int(cache.page_indices[0, 2])
     for value, shown in ((np.nan, "nan"), (65504, "65504")):
-        scale = cache.history.key.scale.at[1, page, 1, 3].set(value)
-        history = dataclasses.replace(cache.history, key=dataclasses.replace(cache.history.key, scale=scale))
+        scale = pages(cache).key.scale.at[1, page, 1, 3].set(value)
+        history = dataclasses.replace(pages(cache), key=dataclasses.replace(pages(cache).key, scale=scale))
         where = f"sequence 0, layer 1, head 1, position {4 + 2 * 8 + 3}: key scale is {shown}"
         with pytest.raises(ValueError, match=where):
             check_cache(dataclasses.replace(cache, history=history), BASE)

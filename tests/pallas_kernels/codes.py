@@ -3,9 +3,11 @@
 import numpy as np
 
 from pallas_kernels.rope import Rotary
-from pallas_kernels.transform_code import TransformCode, TransformCodes
+from pallas_kernels.transform_code import Clip, TransformCode, TransformCodes
 
 KINDS = ("naive", "rotation-rank", "rotation-static", "levels", "levels-uniform", "feedback")
+
+CLIPS: dict[str, Clip] = {"naive": "none", "rotation-rank": "rank", "rotation-static": "static"}
 
 
 def split(slots, dim):
@@ -20,9 +22,9 @@ def transform_code(kind, *, layers=1, kv_heads=2, head_dim=64, slots=None, seed=
     orthogonal = np.linalg.qr(rng.normal(size=(*shape, head_dim)))[0]
     mu = rng.normal(size=shape)
     two = np.full(shape, 2, np.int8)
-    if kind in ("naive", "rotation-rank", "rotation-static"):
+    if kind in CLIPS:
         rotation = np.broadcast_to(np.eye(head_dim), orthogonal.shape) if kind == "naive" else orthogonal
-        clip = {"naive": "none", "rotation-rank": "rank", "rotation-static": "static"}[kind]
+        clip = CLIPS[kind]
         return TransformCode.build(
             mu=np.zeros(shape), encode=rotation, inverse=np.swapaxes(rotation, -1, -2), bits=two, delta=np.ones(shape),
             weight=np.ones(shape), kind="minmax", clip=clip, clip_ratio=0.96,

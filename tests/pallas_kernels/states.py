@@ -113,7 +113,8 @@ def build(case: Case, codes: TransformCodes, *, layer=1, page_order=None) -> Sta
             code_slots = rng.integers(0, 4, size=(total, kv_heads, dim)).astype(np.uint8)
             scale = rng.uniform(0.2, 0.6, size=(total, kv_heads)).astype(scale_dtype)
             offset = (-1.5 * scale.astype(np.float32) + 0.1).astype(scale_dtype) if code.has_offset else None
-            packed = sum(code_slots[..., i * dim // 4 : (i + 1) * dim // 4] << 2 * i for i in range(4))
+            planes = code_slots.reshape(total, kv_heads, 4, dim // 4)
+            packed = np.bitwise_or.reduce(planes << np.array([0, 2, 4, 6], np.uint8)[:, None], axis=2)
             for j in range(tiers.sink, end):
                 page, place = table[b, (j - tiers.sink) // tiers.page], (j - tiers.sink) % tiers.page
                 slots[side][layer, page, :, place] = packed[j]

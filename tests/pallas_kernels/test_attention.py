@@ -54,7 +54,7 @@ CASES = {
     "window inside the history": case(window=17, sinks=True, bucket=8, starts=(20, 36, 61)),
     "window inside the sinks": case(window=36, starts=(30, 37, 3)),
     "several tiles": case(
-        starts=(1200, 30), tiers=Tiers(4, 8, 8, 128), bucket=256, kv_heads=1, q_heads=7, window=700, tokens=2
+        starts=(1700, 1100), tiers=Tiers(4, 8, 8, 128), bucket=256, kv_heads=1, q_heads=7, window=500, tokens=2
     ),
     "edges of the tiers": Case(around(4, 12, 16), tiers=Tiers(4, 8, 4, 8), bucket=8),
     "edges of pages and tiles": Case(around(12 + 64, 12 + 512), tiers=Tiers(4, 8, 1, 64), q_heads=2, kv_heads=1),

@@ -1,11 +1,14 @@
 """Codec against its written definition (rule E1), its round trip, and its degenerate rows."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.typing import DTypeLike
 
 from pallas_kernels import codec
 from tests.pallas_kernels import codec_definition as definition
@@ -35,7 +38,7 @@ def round_trip(code, x):
     return np.concatenate([decode(code, encode(code, x[i : i + 24])) for i in range(0, len(x), 24)])
 
 
-def rows(head_dim, *, count=24, kv_heads=2, seed=3, dtype=np.float32):
+def rows(head_dim, *, count=24, kv_heads=2, seed=3, dtype: DTypeLike = np.float32):
     rng = np.random.default_rng(seed)
     return (rng.standard_t(4, size=(count, kv_heads, head_dim)) * 1.5).astype(dtype)
 
@@ -108,7 +111,7 @@ def test_slot_counts_other_than_the_head_size(slots):
 @given(st.sampled_from((1, 2, 16, 20, 24, 32)), st.integers(0, 2**32 - 1))
 def test_pack_and_unpack_are_inverse(quarter, seed):
     slots = np.random.default_rng(seed).integers(0, 4, size=(3, 4 * quarter)).astype(np.uint8)
-    packed = codec.pack(slots)
+    packed = codec.pack(jnp.asarray(slots))
     np.testing.assert_array_equal(unpack(packed), slots)
     np.testing.assert_array_equal(packed, np.stack([definition.pack_row(row) for row in slots]))
 
@@ -172,7 +175,7 @@ def test_fault_q5_bit_widths_are_right_or_refused():
     from pallas_kernels.transform_code import TransformCode
 
     ones = np.ones((1, 1, 8))
-    frame = dict(mu=0 * ones, encode=np.eye(8)[None, None], inverse=np.eye(8)[None, None], weight=ones)
+    frame: dict[str, Any] = dict(mu=0 * ones, encode=np.eye(8)[None, None], inverse=np.eye(8)[None, None], weight=ones)
     for bits in (3, 5, 8, 1):
         with pytest.raises(ValueError, match="6, 4, 2 or 0"):
             TransformCode.build(**frame, bits=(bits * ones).astype(np.int8), delta=ones)

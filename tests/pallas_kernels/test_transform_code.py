@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.typing import ArrayLike
 
 from pallas_kernels.rope import Rotary
 from pallas_kernels.tiers import Tiers
@@ -13,7 +14,7 @@ from pallas_kernels.transform_code import TransformCode, TransformCodes, bits_pe
 from tests.pallas_kernels.codes import KINDS, transform_code, transform_codes
 
 
-def frame(bits, *, slots=None, delta=1.0, weight=1.0, sort_slots=False, **kwargs):
+def frame(bits, *, slots=None, delta: ArrayLike = 1.0, weight: ArrayLike = 1.0, sort_slots=False, **kwargs):
     """A code of one layer and head with the identity as frame."""
     bits = np.asarray(bits, np.int8)[None, None]
     eye = np.eye(bits.shape[-1])[None, None]
@@ -24,7 +25,7 @@ def frame(bits, *, slots=None, delta=1.0, weight=1.0, sort_slots=False, **kwargs
 
 
 def test_logical_slots_are_adjacent_and_most_significant_first():
-    code = frame([6, 4, 2, 0, 0, 0, 0, 0], delta=[0.1, 0.3, 1, 1, 1, 1, 1, 1])
+    code = frame([6, 4, 2, 0, 0, 0, 0, 0], delta=np.array([0.1, 0.3, 1, 1, 1, 1, 1, 1]))
     np.testing.assert_array_equal(code.slot_owner[0, 0], [0, 0, 0, 1, 1, 2, 0, 0])
     np.testing.assert_array_equal(code.slot_shift[0, 0], [4, 2, 0, 2, 0, 0, 8, 8])
     # A slot with shift 2 r is worth 4^r steps; the two slots without an owner have zero rows.
@@ -56,8 +57,11 @@ def test_arrays_in_and_out_give_the_same_code(kind):
 
 def test_arrays_that_do_not_fit_are_refused_by_name():
     code = transform_code("levels")
-    build = lambda arrays: TransformCode.from_arrays(arrays, kind="levels")  # noqa: E731
     arrays = code.arrays()
+
+    def build(arrays):
+        return TransformCode.from_arrays(arrays, kind="levels")
+
     with pytest.raises(ValueError, match=r"missing arrays \['mu'\]"):
         build({name: array for name, array in arrays.items() if name != "mu"} | {"mu_": arrays["mu"]})
     with pytest.raises(ValueError, match="transform code array mu: came as float64"):
