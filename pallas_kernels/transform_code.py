@@ -235,6 +235,8 @@ class TransformCode:
         _fail(side, (delta <= 0).any(-1), "delta is not positive")
         _fail(side, np.asarray(self.gain) <= 0, "gain is not positive")
         _fail(side, ~kept.any(-1), "no coordinate is kept")
+        weight = np.asarray(self.weight)
+        _fail(side, (weight < 0).any(-1) | ~(weight > 0).any(-1), "weight is negative, or zero for every coordinate")
         owner, shift = np.asarray(self.slot_owner), np.asarray(self.slot_shift)
         decode, encode = np.asarray(self.decode, np.float64), np.asarray(self.encode, np.float64)
         # Rows of A, from the lowest slot of each kept coordinate; dropped coordinates keep a zero row.

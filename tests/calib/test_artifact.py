@@ -189,7 +189,7 @@ def test_a_sharding_that_does_not_fit_is_one_sentence(tmp_path):
         artifact.load(tmp_path / "a", sharding=NamedSharding(mesh, PartitionSpec("layers")))
 
 
-@pytest.mark.parametrize("leaf", ["delta", "gain", "encode", "decode"])
+@pytest.mark.parametrize("leaf", ["delta", "weight", "gain", "encode", "decode"])
 def test_fault_q14_all_zero_scales_are_refused(leaf, tmp_path):
     """Neither saved nor, had they been saved by something else, loaded."""
     good = codes()
