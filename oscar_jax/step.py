@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -29,32 +29,44 @@ from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
 
 Output = Literal["last", "all", "hidden"]
+Prefill = Literal["by-position", "chunk-exact"]
 
 CHUNKS = (32, 256)
 """Token counts of prefill calls, each one compilation; the last tokens of a prompt are padded to the next of them."""
 
 
 def cache_config(
-    model: ModelConfig, *, max_length: int, tiers: Tiers | None = None, plain_dtype: str = "bfloat16", **options: Any
+    model: ModelConfig,
+    *,
+    max_length: int,
+    tiers: Tiers | None = None,
+    plain_dtype: str = "bfloat16",
+    prefill: Prefill = "by-position",
+    **options: Any,
 ) -> CacheConfig:
     """The `CacheConfig` of a model.
 
     Args:
         max_length: longest sequence in tokens.
         tiers: windows; None for the default ones.
+        prefill: "by-position", what a query reads is what decoding would read there, whatever the chunks; or
+            "chunk-exact", the tokens of one call see each other plainly, as in the reference implementation, so that
+            results depend on the chunks and a prompt in one piece is read without loss.
         options: other fields of `CacheConfig`: `batch`, `step_tokens`, `pages`, `implementation`.
 
     Raises:
-        ValueError: as `CacheConfig`.
+        ValueError: as `CacheConfig`, or an unknown `prefill`.
         NotImplementedError: no implementation here takes the model.
     """
+    if prefill not in get_args(Prefill):
+        raise ValueError(f"prefill={prefill!r}: expected 'by-position' or 'chunk-exact'.")
     return CacheConfig(
         layers=model.layers,
         q_heads=model.q_heads,
         kv_heads=model.kv_heads,
         head_dim=model.head_dim,
         max_length=max_length,
-        attention=AttentionSpec(model.softmax_scale),
+        attention=AttentionSpec(model.softmax_scale, exact_chunk=prefill == "chunk-exact"),
         tiers=tiers or Tiers(),
         plain_dtype=plain_dtype,
         windows=model.windows if any(window is not None for window in model.windows) else None,

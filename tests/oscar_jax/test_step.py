@@ -65,6 +65,26 @@ def test_one_piece_chunks_single_tokens_and_several_a_step_agree_in_float64():
                 np.testing.assert_array_equal(got.scale, expected.scale)
 
 
+def test_chunk_exact_prefill_reads_a_prompt_in_one_piece_without_loss(decoder):
+    """The reference's prefill: what decoding would read in two bits is read plain within one call, and only there."""
+    (prompt,) = tokens(40)
+    logits = {}
+    for mode in ("by-position", "chunk-exact"):
+        config = cache_config(CONFIG, max_length=LENGTH, tiers=TIERS, plain_dtype="float32", prefill=mode)
+        step = make_step(decoder, config, codes())
+        logits[mode], cache = run_in_pieces(step, prompt, [39], (40,))
+        assert np.asarray(cache.history.key.slots).any()
+        logits[mode, "next"] = np.asarray(step(cache, [[prompt[39]]])[0])
+    positions = jnp.arange(40)[None]
+    hidden = decoder(jnp.asarray([prompt]), positions, plain_attention(CONFIG), None)[0]
+    plain = np.asarray(decoder.logits(hidden))[0]
+    np.testing.assert_allclose(logits["chunk-exact"], plain[:39], rtol=0, atol=1e-4)
+    assert np.abs(logits["by-position"] - plain[:39]).max() > 1e-2
+    assert np.abs(logits["chunk-exact", "next"] - plain[39]).max() > 1e-2
+    with pytest.raises(ValueError, match="prefill='lossless': expected 'by-position' or 'chunk-exact'"):
+        cache_config(CONFIG, max_length=LENGTH, prefill="lossless")  # pyright: ignore[reportArgumentType]
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.03)])
 def test_plain_cache_gives_the_logits_of_a_forward_pass_without_one(decoder, dtype, tolerance):
     (prompt,) = tokens(40)
