@@ -18,7 +18,7 @@ def table(monkeypatch):
 
     def load(operation, name):
         assert operation == "attention"
-        if name in ("triton", "tpu"):
+        if name == "tpu":
             raise NotImplementedError("absent")
 
         def run(*args, **kwargs):
@@ -55,12 +55,12 @@ def test_every_reason_is_listed(table):
         NotImplementedError, match=r"of attention takes this case \(fast: head size 80; xla: soft-cap\)"
     ):
         dispatch.call("attention", None)
-    with pytest.raises(NotImplementedError, match=r"\(triton: absent; fast: head size 80\)"):
-        dispatch.call("attention", ("triton", "fast"))
+    with pytest.raises(NotImplementedError, match=r"\(tpu: absent; fast: head size 80\)"):
+        dispatch.call("attention", ("tpu", "fast"))
 
 
 def test_an_unknown_name_is_a_wrong_request():
-    with pytest.raises(ValueError, match="implementation='cuda': expected one of xla, triton, tpu, or None"):
+    with pytest.raises(ValueError, match="implementation='cuda': expected one of triton, xla, tpu, or None"):
         dispatch.call("attention", "cuda")
 
 
