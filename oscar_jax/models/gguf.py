@@ -39,6 +39,7 @@ NAMES = {
     "final_norm": "output_norm.weight",
     "head": "output.weight",
 }
+_MAGIC = b"GGUF"
 _FREQUENCY_DIVISORS = "rope_freqs.weight"
 # Metadata, after the architecture's name, that changes what the model computes in a way the decoder does not have.
 _REFUSED = (
@@ -64,15 +65,20 @@ class GgufModel:
     """An open GGUF file. Metadata is read at once, tensors when a decoder is made.
 
     Raises:
-        ValueError: not a GGUF file, one part of a split model, or another architecture.
+        ValueError: not a GGUF file, a truncated or damaged one, one part of a split model, or another architecture.
     """
 
     def __init__(self, path: Path):
         self.path = path
+        with path.open("rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                raise ValueError(f"source={str(path)!r} is no GGUF file: expected one, or a Hugging Face directory.")
         try:
             self._reader = _Reader(path)
-        except (ValueError, IndexError) as error:
-            raise ValueError(f"source={str(path)!r} is no readable GGUF file ({error}).") from error
+        except Exception as error:  # whatever numpy says to sizes and types that make no sense
+            raise ValueError(
+                f"source={str(path)!r} is truncated or damaged, or of an unknown GGUF version: fetch the file again."
+            ) from error
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         self.architecture = self.get("general.architecture")
         check_architecture(self.architecture)

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp  # noqa: F401  (registers bfloat16 with numpy, which safetensors needs to return such tensors)
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from oscar_jax.models.checkpoint import StoredTensor, assemble
 from oscar_jax.models.config import ModelConfig, check_architecture, checked_max_position
@@ -47,12 +47,14 @@ def read_config(folder: Path, *, max_position: int | None = None) -> ModelConfig
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"source={str(folder)!r} has no config.json: expected a Hugging Face model directory.")
-    check_architecture(json.loads(path.read_text(encoding="utf-8")).get("model_type"))
+    check_architecture(_read_json(path).get("model_type"))
     from transformers import AutoConfig  # heavy: only where a model is really loaded
 
-    return config_from_dict(
-        AutoConfig.from_pretrained(folder, local_files_only=True).to_dict(), max_position=max_position
-    )
+    try:
+        raw = AutoConfig.from_pretrained(folder, local_files_only=True).to_dict()
+    except Exception as error:  # of many classes, some of them the hub library's own
+        raise ValueError(f"{path}: transformers refuses it ({_one_line(error)}); fetch or correct the file.") from error
+    return config_from_dict(raw, max_position=max_position)
 
 
 def config_from_dict(raw: Mapping[str, Any], *, max_position: int | None = None) -> ModelConfig:
@@ -100,24 +102,40 @@ def read_decoder(folder: Path, config: ModelConfig, *, dtype: object) -> Decoder
     """Reads all weights of a directory.
 
     Raises:
-        ValueError: no safetensors, a shard that the index names is not there, or tensors that do not fit.
+        ValueError: no safetensors, a shard that the index names is not there, a truncated or damaged file, or tensors
+            that do not fit.
     """
     tensors: dict[str, StoredTensor] = {}
     for path in _weight_files(folder):
-        with safe_open(path, framework="np") as file:
-            for key in file.keys():  # noqa: SIM118  (not a mapping)
-                tensors[key] = StoredTensor(tuple(file.get_slice(key).get_shape()), _reader(path, key))
+        try:
+            with safe_open(path, framework="np") as file:
+                for key in file.keys():  # noqa: SIM118  (not a mapping)
+                    tensors[key] = StoredTensor(tuple(file.get_slice(key).get_shape()), _reader(path, key))
+        except SafetensorError as error:
+            raise ValueError(f"{path}: truncated or damaged ({_one_line(error)}); fetch the file again.") from error
     ignored = _BUFFERS + ("|" + NAMES["head"] if config.tied_embeddings else "")
     return assemble(config, tensors, NAMES, source=str(folder), dtype=dtype, ignored=ignored)
 
 
 def read_tokenizer(folder: Path) -> Any:
-    """transformers' tokenizer of a directory, or None where it has no tokenizer files."""
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    """transformers' tokenizer of a directory, or None where it has no tokenizer files.
+
+    Raises:
+        ValueError: files that are damaged, or that transformers makes no tokenizer of.
+    """
+    paths = [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+    if not paths:
         return None
+    for path in paths:
+        if path.suffix == ".json":
+            _read_json(path)  # names the damaged one, which transformers does not
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # of many classes, the tokenizer library's being plain `Exception`
+        names = ", ".join(str(path) for path in paths)
+        raise ValueError(f"{names}: no tokenizer can be made of it ({_one_line(error)}); fetch it again.") from error
 
 
 def _refuse_features(raw: Mapping[str, Any]) -> None:
@@ -154,8 +172,10 @@ def _windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 def _weight_files(folder: Path) -> list[Path]:
     if (folder / _INDEX).is_file():
-        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
-        paths = [folder / name for name in sorted(set(index["weight_map"].values()))]
+        shards = _read_json(folder / _INDEX).get("weight_map")
+        if not isinstance(shards, dict):
+            raise ValueError(f"{folder / _INDEX}: has no weight_map, expected one; fetch the file again.")
+        paths = [folder / name for name in sorted(set(shards.values()))]
         absent = [path.name for path in paths if not path.is_file()]
         if absent:
             raise ValueError(
@@ -175,3 +195,17 @@ def _reader(path: Path, key: str):
             return file.get_tensor(key)
 
     return read
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise ValueError(f"{path}: is not JSON ({error}); fetch the file again.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: holds a {type(content).__name__}, expected a JSON object; fetch the file again.")
+    return content
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__

@@ -84,6 +84,8 @@ def _resolve(source: str | Path) -> Path:
     if path.exists():
         return path
     if isinstance(source, str) and source in download.ASSETS:
+        if not download.ASSETS[source].member.endswith(".gguf"):
+            raise ValueError(f"source={source!r} is a text and no model: expected for example 'smollm2-135m'.")
         found = download.find(source)
         if found is None:
             raise ValueError(f"source={source!r} is not downloaded yet: run `oscar-jax download {source}`.")

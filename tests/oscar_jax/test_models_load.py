@@ -15,6 +15,7 @@ import transformers
 from oscar_jax import download, models
 from oscar_jax.models.hf import config_from_dict
 from oscar_jax.models.rope_scaling import rotary_from_parameters
+from tests import tiny_model
 
 _SIZES = {
     "vocab_size": 130,
@@ -195,8 +196,58 @@ def test_missing_sources_say_what_is_expected(tmp_path, monkeypatch):
         models.load("smollm2-135m")
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUX" + bytes(60))
-    with pytest.raises(ValueError, match="is no readable GGUF file"):
+    with pytest.raises(ValueError, match="is no GGUF file"):
         models.load(broken)
+    with pytest.raises(ValueError, match="source='wiki-summaries' is a text and no model"):
+        models.load("wiki-summaries")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("model.safetensors", b"", "truncated or damaged"),
+        ("model.safetensors", 100, "truncated or damaged"),
+        ("model.safetensors", -100, "truncated or damaged"),
+        ("config.json", b"[1]", "holds a list, expected a JSON object"),
+        ("config.json", 20, "is not JSON"),
+        ("config.json", b"\xff\x00\x13", "is not JSON"),
+        ("tokenizer.json", 200, "is not JSON"),
+        ("tokenizer.json", b'{"a": 1}', "no tokenizer can be made of it"),
+        ("tokenizer_config.json", b"\xff", "is not JSON"),
+    ],
+)
+def test_damaged_files_are_named(file, content, message, tmp_path):
+    """`content` replaces the file's; a number is where it is cut."""
+    path = tiny_model.write(tmp_path) / file
+    path.write_bytes(path.read_bytes()[:content] if isinstance(content, int) else content)
+    with pytest.raises(ValueError, match=message) as caught:
+        models.load(tmp_path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_configuration_that_transformers_refuses_is_named(tmp_path):
+    tiny_model.write(tmp_path, head_dim=17)
+    with pytest.raises(ValueError, match=r"config\.json: transformers refuses it .*head_dim.*=17") as caught:
+        models.load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_index_without_a_weight_map_is_named(tmp_path):
+    tiny_model.write(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json: has no weight_map"):
+        models.load(tmp_path)
+
+
+@pytest.mark.parametrize("share", [0.0001, 0.001, 0.01, 0.5, 0.999])
+def test_a_truncated_gguf_is_named(share, tmp_path):
+    path = tmp_path / "model.gguf"
+    _small_gguf(path, _reference("Llama"))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: 4 + int(share * len(whole))])
+    with pytest.raises(ValueError, match=r"model\.gguf' is truncated or damaged, or of an unknown GGUF version"):
+        models.load(path)
 
 
 def test_max_position_bounds_the_tables_and_not_the_hash(tmp_path):
