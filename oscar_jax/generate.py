@@ -218,18 +218,26 @@ def encode_prompt(model: LoadedModel, prompt: str, *, chat: bool | None = None) 
         chat: as one user message in the chat template; None if there is one.
 
     Raises:
-        ValueError: no text, or `chat` without a chat template.
+        ValueError: no text, one with lone surrogates (as the shell's bytes that are not UTF-8 arrive), or `chat`
+            without a chat template.
     """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"prompt is not valid Unicode (character {error.start}): expected UTF-8 text; convert it with iconv."
+        ) from None
     if not prompt.strip():
         raise ValueError("prompt is empty: expected some text.")
     template = getattr(model.tokenizer, "chat_template", None)
     if chat and not template:
         raise ValueError("chat=True: this model's tokenizer has no chat template; give the prompt as plain text.")
-    if template and chat is not False:
+    applied = bool(template) and chat is not False
+    if applied:
         message = [{"role": "user", "content": prompt}]
         prompt = model.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        return list(model.tokenizer(prompt, add_special_tokens=False)["input_ids"])
-    return list(model.tokenizer(prompt)["input_ids"])
+    # verbose=False: a prompt longer than the model's context is refused later, in our own words.
+    return list(model.tokenizer(prompt, add_special_tokens=not applied, verbose=False)["input_ids"])
 
 
 def stop_tokens(tokenizer: Any) -> frozenset[int]:
@@ -303,4 +311,11 @@ def run(args: argparse.Namespace) -> int:
 def _read_prompt() -> str:
     if sys.stdin.isatty():
         print("prompt, then Ctrl-D:", file=sys.stderr)
-    return sys.stdin.read().removesuffix("\n")
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        bad = error.object[error.start]
+        raise ValueError(
+            f"prompt on standard input is not UTF-8 (byte 0x{bad:02x} at position {error.start}): convert it with "
+            "iconv."
+        ) from None

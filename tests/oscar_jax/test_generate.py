@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 
 import jax
 import numpy as np
@@ -107,6 +108,7 @@ def test_chat_template_is_used_if_there_is_one(model):
 def test_wrong_requests_are_named(model):
     for options, message in [
         ({"prompt": " \n"}, r"prompt is empty: expected some text"),
+        ({"prompt": "a\udcffb"}, r"prompt is not valid Unicode \(character 1\): expected UTF-8 text"),
         ({"prompt": []}, r"prompt is empty: expected at least one token"),
         ({"prompt": [3, 257]}, r"prompt has token 257: expected 0 to 256"),
         ({"prompt": "x" * 130}, r"prompt of 130 tokens: expected at most 127, .* context; shorten it by 3 tokens"),
@@ -170,6 +172,19 @@ def test_command_with_json_and_an_artifact(model, monkeypatch, capsys, tmp_path)
     monkeypatch.setattr(models, "load", lambda source: other)
     assert cli.main([*command, "--prompt", "x"]) == 2
     assert "other" in capsys.readouterr().err
+
+
+def test_command_refuses_input_that_is_not_utf8(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xffb"), encoding="utf-8"))
+    assert cli.main(["generate"]) == 2
+    assert "prompt on standard input is not UTF-8 (byte 0xff at position 1)" in capsys.readouterr().err
+
+
+def test_a_long_prompt_brings_no_warning_of_the_tokenizer(model, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    model.tokenizer.model_max_length = 8
+    assert len(encode_prompt(model, PROMPT)) == len(PROMPT)
+    assert not caplog.records
 
 
 def test_command_refuses_windows_without_an_artifact(capsys):
