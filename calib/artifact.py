@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import errno
 import hashlib
 import importlib.metadata
 import json
@@ -84,6 +85,7 @@ class Manifest:
         statistics_sink, statistics_recent: S and W, tokens, of the history pairs in the statistics; None without any.
         max_position: positions that the query statistics cover, tokens; None if they do not depend on it.
         covered_positions: distinct bucket-relative positions seen in calibration; None if not counted.
+        rotary: of the model, for recipes whose statistics depend on positions (the codes keep it only with buckets).
         layer_ids: the model's layer of each layer of the codes; `()` means 0 .. L-1.
         codes: static parts, shapes, dtypes and hashes of what is stored.
         created: UTC time, ISO 8601.
@@ -99,6 +101,7 @@ class Manifest:
     statistics_recent: int | None = None
     max_position: int | None = None
     covered_positions: int | None = None
+    rotary: Rotary | None = None
     layer_ids: tuple[int, ...] = ()
     codes: CodesRecord | None = None
     created: str = ""
@@ -108,9 +111,9 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """A tree of dicts, lists, strings and numbers from which `from_json` makes an equal manifest."""
         tree = dataclasses.asdict(self)
-        if self.codes is not None and self.codes.rotary is not None:
-            frequencies = self.codes.rotary.inverse_frequencies
-            tree["codes"]["rotary"]["inverse_frequencies"] = [float(f).hex() for f in frequencies]
+        for record in (tree, tree["codes"] or {}):
+            if rotary := record.get("rotary"):
+                rotary["inverse_frequencies"] = [float(f).hex() for f in rotary["inverse_frequencies"]]
         return json.loads(json.dumps(tree))
 
     @classmethod
@@ -130,6 +133,7 @@ class Manifest:
             tree = dict(tree)
             tree["model"] = tree["model"] and ModelIdentity(**tree["model"])
             tree["text"] = tree["text"] and TextIdentity(**tree["text"])
+            tree["rotary"] = _rotary(tree["rotary"])
             tree["layer_ids"] = tuple(tree["layer_ids"])
             tree["codes"] = tree["codes"] and _codes_record(tree["codes"])
             return cls(**tree)
@@ -143,12 +147,15 @@ def _codes_record(tree: dict[str, Any]) -> CodesRecord:
         arrays = {name: ArrayRecord(**record) for name, record in tree[side]["arrays"].items()}
         arrays = {name: dataclasses.replace(record, shape=tuple(record.shape)) for name, record in arrays.items()}
         sides[side] = SideRecord(**(tree[side] | {"arrays": arrays}))
-    rotary = None
-    if tree["rotary"] is not None:
-        frequencies = tuple(float.fromhex(f) for f in tree["rotary"]["inverse_frequencies"])
-        rotary = Rotary(**(tree["rotary"] | {"inverse_frequencies": frequencies}))
     rest = {name: value for name, value in tree.items() if name not in (*SIDES, "rotary")}
-    return CodesRecord(rotary=rotary, **sides, **rest)
+    return CodesRecord(rotary=_rotary(tree["rotary"]), **sides, **rest)
+
+
+def _rotary(tree: dict[str, Any] | None) -> Rotary | None:
+    if tree is None:
+        return None
+    frequencies = tuple(float.fromhex(f) for f in tree["inverse_frequencies"])
+    return Rotary(**(tree | {"inverse_frequencies": frequencies}))
 
 
 def save(path: str | os.PathLike[str], codes: TransformCodes, manifest: Manifest) -> Manifest:
@@ -201,9 +208,10 @@ def save(path: str | os.PathLike[str], codes: TransformCodes, manifest: Manifest
         _discard_unfinished(path)
         if not existed and path.is_dir() and not any(path.iterdir()):
             path.rmdir()
-        raise OSError(
-            f"artifact {path}: cannot be written ({_reason(error)}); free space or choose another path."
-        ) from error
+        reason = _reason(error)
+        full = reason.startswith("disk full") or os.strerror(errno.ENOSPC) in reason
+        advice = "free some space or choose another path" if full else "choose another path"
+        raise OSError(f"artifact {path}: cannot be written ({reason}); {advice}.") from error
     return manifest
 
 
@@ -252,6 +260,8 @@ def _read_manifest(path: Path) -> tuple[int, Manifest]:
     with _manager(path) as manager:
         step = manager.latest_step()
         if step is None:
+            if children := [child.name for child in sorted(path.iterdir()) if any(child.glob("[0-9]*"))]:
+                raise ValueError(f"artifact {path}: a folder of several; name one of them: {', '.join(children)}.")
             raise ValueError(
                 f"artifact {path}: nothing complete in it; make it with `oscar-jax calibrate --out {path}`."
             )

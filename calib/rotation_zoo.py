@@ -12,6 +12,7 @@ with int or str layer keys; eigenvalues are optional. `rotation` is the whole co
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import os
 import struct
@@ -199,7 +200,8 @@ def write(path: str | os.PathLike[str], file: RotationFile) -> None:
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise OSError(f"{path}: cannot be written ({error.strerror}); free space or choose another path.") from None
+        advice = "free some space or choose another path" if error.errno == errno.ENOSPC else "choose another path"
+        raise OSError(f"{path}: cannot be written ({error.strerror}); {advice}.") from None
 
 
 def _pickle(file: RotationFile) -> tuple[bytes, list[np.ndarray]]:

@@ -120,8 +120,9 @@ def test_manifest_records_what_is_stored(stored):
 def test_rotary_parameters_come_back_exactly(tmp_path):
     awkward = tuple(float(f) for f in np.nextafter([1.0, 0.1, 1e-300, 5e-324], 2))
     wanted = dataclasses.replace(codes(), rotary=Rotary(awkward, 8, "interleaved"))
-    artifact.save(tmp_path / "a", wanted, MANIFEST)
-    assert artifact.load(tmp_path / "a")[0].rotary == wanted.rotary
+    artifact.save(tmp_path / "a", wanted, dataclasses.replace(MANIFEST, rotary=wanted.rotary))
+    found, manifest = artifact.load(tmp_path / "a")
+    assert found.rotary == manifest.rotary == wanted.rotary
 
 
 def test_saving_again_replaces(stored):
@@ -352,6 +353,14 @@ def test_a_changed_manifest_file_is_refused(stored):
         artifact.load(stored)
 
 
+def test_a_folder_of_several_artifacts_lists_them(tmp_path):
+    (tmp_path / "notes").mkdir()
+    for name in ("naive", "default"):
+        artifact.save(tmp_path / name, codes(), MANIFEST)
+    with pytest.raises(ValueError, match=r"a folder of several; name one of them: default, naive\.$"):
+        artifact.load(tmp_path)
+
+
 def test_layer_ids_must_fit(tmp_path):
     with pytest.raises(ValueError, match="layer_ids has 2 ids, the codes 4 layers"):
         artifact.save(tmp_path / "a", codes(), dataclasses.replace(MANIFEST, layer_ids=(3, 7)))
@@ -382,9 +391,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_old(stored, tmp_path):
     done = in_child(FULL, stored, new)
     assert done.returncode == 0, done.stderr
     for path, line in zip((stored, new), done.stdout.splitlines(), strict=True):
-        assert re.fullmatch(
-            rf"artifact {path}: cannot be written \(File too large\); free space or choose another path\.", line
-        )
+        assert re.fullmatch(rf"artifact {path}: cannot be written \(File too large\); choose another path\.", line)
     assert_same_codes(artifact.load(stored)[0], codes())
     assert steps(stored) == ["0"]
     assert not new.exists()
@@ -392,7 +399,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_old(stored, tmp_path):
 
 def test_too_little_space_is_told_before_anything_is_written(stored, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1 << 20, 1 << 20, 1000))
-    with pytest.raises(OSError, match=r"disk full, \d+ bytes needed, 1000 free"):
+    with pytest.raises(OSError, match=r"disk full, \d+ bytes needed, 1000 free\); free some space or choose"):
         artifact.save(stored, codes(seed=5), MANIFEST)
     assert_same_codes(artifact.load(stored)[0], codes())
     with pytest.raises(OSError, match="disk full"):
@@ -402,7 +409,7 @@ def test_too_little_space_is_told_before_anything_is_written(stored, monkeypatch
 
 def test_a_path_that_cannot_be_a_directory_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(OSError, match=r"file/a: cannot be written \(Not a directory\); free space or choose another"):
+    with pytest.raises(OSError, match=r"file/a: cannot be written \(Not a directory\); choose another path"):
         artifact.save(tmp_path / "file" / "a", codes(), MANIFEST)
     with pytest.raises(OSError, match="cannot be written"):
         artifact.save(tmp_path / "file", codes(), MANIFEST)

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import errno
 import os
 import pickle
 import struct
@@ -162,8 +163,19 @@ def test_write_is_deterministic_and_replaces(tmp_path):
 
 
 def test_write_to_an_impossible_path_is_one_sentence(tmp_path):
-    with pytest.raises(OSError, match=r"missing/a\.pt: cannot be written \(No such file or directory\)"):
+    with pytest.raises(
+        OSError, match=r"missing/a\.pt: cannot be written \(No such file or directory\); choose another"
+    ):
         rotation_zoo.write(tmp_path / "missing" / "a.pt", rotation_file())
+
+
+def test_a_full_disk_asks_for_space(tmp_path, monkeypatch):
+    def full(path, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match=r"a\.pt: cannot be written \(No space left on device\); free some space"):
+        rotation_zoo.write(tmp_path / "a.pt", rotation_file())
 
 
 def test_fault_r6_load_v1_v2():
