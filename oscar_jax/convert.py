@@ -62,9 +62,12 @@ def import_rotations(
         identity: recorded, so that the artifact refuses another model.
 
     Raises:
-        ValueError: a file that is damaged or not of this kind, sides or a model that do not fit each other.
+        ValueError: a file that is damaged or not of this kind, keys and values swapped as far as their objectives
+            tell, sides or a model that do not fit each other.
     """
     key, value = rotation_zoo.read(key_file), rotation_zoo.read(value_file)
+    _require_side(key_file, key, "key")
+    _require_side(value_file, value, "value")
     if shape is not None:
         _require_fit(key_file, key, shape)
     kv_heads = _heads(key) or _heads(value) if shape is None else shape[1]
@@ -92,8 +95,9 @@ def export_rotations(source: str | Path, *, out: str | Path) -> tuple[float, flo
         OSError: `out` cannot be written.
     """
     codes, manifest = artifact.load(source)
+    key_objective, _, value_objective = manifest.recipe.partition("+")  # as `import_rotations` joins them
     key, value = rotation_zoo.from_codes(
-        codes, objectives=(manifest.recipe, manifest.recipe), layer_ids=manifest.layer_ids or None
+        codes, objectives=(key_objective, value_objective or key_objective), layer_ids=manifest.layer_ids or None
     )
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -106,6 +110,14 @@ def _heads(file: RotationFile) -> int | None:
     """KV heads, if the file has a rotation for each."""
     rotation = next(iter(file.layers.values())).rotation
     return len(rotation) if rotation.ndim == 3 else None
+
+
+def _require_side(path: str | Path, file: RotationFile, side: str) -> None:
+    """Refuses what was fitted for the other side: keys from queries (Q Q^T), values from weighted values (S S^T)."""
+    if file.objective.startswith({"key": "sst", "value": "qqt"}[side]):
+        raise ValueError(
+            f"{path}: objective {file.objective!r:.40} is not of the {side} side; give the keys first, then the values."
+        )
 
 
 def _require_fit(path: str | Path, file: RotationFile, shape: tuple[int, int, int]) -> None:

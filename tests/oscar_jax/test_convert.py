@@ -11,6 +11,7 @@ from oscar_jax import cli, convert, models
 from tests.calib.test_rotation_zoo import QWEN3, real, rotation_file
 from tests.pallas_kernels import codes as seeded
 
+VALUES = "sst_r_h_pbr"  # objective of the reference's value files
 IDENTITY = ModelIdentity("tiny", "llama", "c" * 64, "7" * 64)
 
 
@@ -42,7 +43,7 @@ def test_real_files_round_trip_bit_equal(tmp_path):
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_command_imports_and_exports_rotations_by_head(as_json, files, tmp_path, capsys):
-    key, value = rotation_file(heads=2), rotation_file(heads=2, seed=1)
+    key, value = rotation_file(heads=2), rotation_file(heads=2, seed=1, objective=VALUES)
     flags = ["--json"] if as_json else []
     stored, out = str(tmp_path / "a"), str(tmp_path / "out")
     assert cli.main(["convert", "import", *files(key, value), "--out", stored, *flags]) == 0
@@ -50,7 +51,7 @@ def test_command_imports_and_exports_rotations_by_head(as_json, files, tmp_path,
     if as_json:
         assert json.loads(printed) == {
             "artifact": stored,
-            "recipe": "qqt_r_h_pbr+qqt_r_h_pbr",
+            "recipe": "qqt_r_h_pbr+sst_r_h_pbr",
             "layers": 3,
             "kv_heads": 2,
             "head_dim": 16,
@@ -65,7 +66,7 @@ def test_command_imports_and_exports_rotations_by_head(as_json, files, tmp_path,
     )
     for original, name in ((key, convert.KEY_FILE), (value, convert.VALUE_FILE)):
         again = rotation_zoo.read(tmp_path / "out" / name)
-        assert again.format_version == 2
+        assert (again.format_version, again.objective) == (2, original.objective)
         for layer, entry in original.layers.items():
             np.testing.assert_array_equal(again.layers[layer].rotation, entry.rotation, strict=True)
 
@@ -73,7 +74,13 @@ def test_command_imports_and_exports_rotations_by_head(as_json, files, tmp_path,
 def test_the_named_model_gives_heads_and_identity(files, tmp_path, monkeypatch, capsys):
     model = models.random_model(models.tiny_config(layers=3, kv_heads=2, head_dim=16))
     monkeypatch.setattr(models, "load", lambda source: model if source == "somewhere" else None)
-    arguments = ["convert", "import", *files(rotation_file(), rotation_file()), "--out", str(tmp_path / "a")]
+    arguments = [
+        "convert",
+        "import",
+        *files(rotation_file(), rotation_file(objective=VALUES)),
+        "--out",
+        str(tmp_path / "a"),
+    ]
     assert cli.main([*arguments, "--model", "somewhere"]) == 0
     identity = ModelIdentity(**vars(model.identity))
     codes, manifest = artifact.load(tmp_path / "a", model=identity)
@@ -95,8 +102,16 @@ def test_the_named_model_gives_heads_and_identity(files, tmp_path, monkeypatch, 
 def test_files_of_another_model_are_refused(shape, message, files, tmp_path):
     with pytest.raises(ValueError, match=message):
         convert.import_rotations(
-            *files(rotation_file(heads=2), rotation_file(heads=2)), out=tmp_path / "a", shape=shape
+            *files(rotation_file(heads=2), rotation_file(heads=2, objective=VALUES)), out=tmp_path / "a", shape=shape
         )
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(("key", "value", "side"), [(VALUES, VALUES, "key"), ("qqt_r_h_pbr", "qqt_r_h_pbr", "value")])
+def test_swapped_files_are_refused(key, value, side, files, tmp_path):
+    pair = files(rotation_file(heads=2, objective=key), rotation_file(heads=2, objective=value))
+    with pytest.raises(ValueError, match=rf"/{side[0]}\.pt: objective .* is not of the {side} side"):
+        convert.import_rotations(*pair, out=tmp_path / "a")
     assert not (tmp_path / "a").exists()
 
 
