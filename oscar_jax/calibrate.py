@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,13 +18,17 @@ import numpy as np
 from tqdm import tqdm
 
 from calib import artifact, fit, moments
+from calib.recipes import Recipe
 from calib.recipes import get as get_recipe
 from oscar_jax import corpus
 from oscar_jax.models import Decoder, LoadedModel, load, plain_attention
-from pallas_kernels.transform_code import TransformCodes
+from oscar_jax.step import cache_config
+from pallas_kernels.tiers import Tiers
+from pallas_kernels.transform_code import TransformCodes, bits_per_element
 
 STATISTICS_SINK, STATISTICS_RECENT = 16, 64  # windows of the history statistics, whatever windows will be served
 BUCKET = 2048
+CONTEXTS = (2048, 8192, 32768)  # tokens, at which the command tells the bits an element
 # Keys and values of the first pass up to this size are kept in host memory for the second; else the model runs again.
 KEPT_BYTES = 1 << 30
 
@@ -79,10 +84,18 @@ def calibrate(
         slots: see `fit.fit`.
 
     Raises:
-        ValueError: a text too short for one history pair, a sequence that does not fit the text or the context, an
-            unknown recipe, NaN in the model's activations.
+        ValueError: a model whose shape no cache takes, a text too short for one history pair, a sequence that does not
+            fit the text or the context, a `max_position` within the sinks, an unknown recipe, NaN in the model's
+            activations.
     """
     config, chosen = model.config, [get_recipe(name) for name in recipes]
+    cache_config(config, max_length=config.max_position)  # refuses shapes that could never be served
+    limit = config.max_position if max_position is None else max_position
+    if limit <= STATISTICS_SINK:
+        raise ValueError(
+            f"max_position={limit}: expected more than the {STATISTICS_SINK} sinks of the statistics; the model's is "
+            f"{config.max_position}."
+        )
     sequence = _sequence(sequence, bucket, config.max_position, text)
     measured = moments.init(
         chosen,
@@ -97,11 +110,10 @@ def calibrate(
         softmax_scale=config.softmax_scale,
     )
     measured = _measure(model, text.tokens, measured, sequence=sequence, progress=progress)
-    limit = max_position or config.max_position
     results = {}
     for recipe in chosen:
         codes = fit.fit(measured, recipe, rope=config.rotary, max_position=limit, slots=slots)
-        results[recipe.name] = Fitted(codes, _manifest(model, text, recipe.name, codes, measured, limit, value_metric))
+        results[recipe.name] = Fitted(codes, _manifest(model, text, recipe, measured, limit, value_metric))
     return results
 
 
@@ -182,11 +194,16 @@ def _kv_bytes(model: LoadedModel, tokens: int) -> int:
 
 
 def _manifest(
-    model, text, recipe: str, codes: TransformCodes, measured, max_position: int, value_metric: str
+    model: LoadedModel,
+    text: corpus.TokenText,
+    recipe: Recipe,
+    measured: moments.Moments,
+    max_position: int,
+    value_metric: str,
 ) -> artifact.Manifest:
-    groups = measured.settings.groups
+    groups, positioned = measured.settings.groups, recipe.positions != "absolute"
     return artifact.Manifest(
-        recipe=recipe,
+        recipe=recipe.name,
         model=model.identity,
         text=text.identity if groups else None,
         value_metric={"output": "output-projection"}.get(value_metric, value_metric)
@@ -194,8 +211,9 @@ def _manifest(
         else "none",
         statistics_sink=STATISTICS_SINK if "weighted" in groups else None,
         statistics_recent=STATISTICS_RECENT if "weighted" in groups else None,
-        max_position=max_position if codes.bucket else None,
-        covered_positions=fit.covered_positions(measured) if codes.bucket else None,
+        max_position=max_position if positioned else None,
+        covered_positions=fit.covered_positions(measured) if positioned else None,
+        rotary=model.config.rotary if positioned else None,
     )
 
 
@@ -204,6 +222,8 @@ def run(args: argparse.Namespace) -> int:
     begin = time.perf_counter()
     for recipe in args.recipe:
         get_recipe(recipe)
+    _require_pages(args.bucket, Tiers().page)
+    _require_writable(Path(args.out).absolute())
     model = load(args.model)
     text = corpus.calibration_text(encoder(model), args.tokens, files=args.text)
     results = calibrate(
@@ -224,11 +244,35 @@ def run(args: argparse.Namespace) -> int:
         "text": text.description,
         "text_sha256": text.sha256,
         "tokens": len(text.tokens),
+        "bits_per_element": {
+            name: {str(context): bits_per_element(codes, Tiers(), context) for context in CONTEXTS}
+            for name, (codes, _) in results.items()
+        },
         "seconds": time.perf_counter() - begin,
     }
     if args.json:
         print(json.dumps(report))
     else:
         print(f"calibrated {report['model']} on {text.description} in {report['seconds']:.0f} s")
-        print("\n".join(f"  {name}: {path}" for name, path in paths.items()))
+        for name, path in paths.items():
+            bits = report["bits_per_element"][name].items()
+            sizes = ", ".join(f"{each:.3f} at {int(context):,}" for context, each in bits)
+            print(f"  {name}: {path}; bits an element: {sizes}")
     return 0
+
+
+def _require_pages(bucket: int, page: int) -> None:
+    if bucket % page:
+        nearest = max(1, round(bucket / page)) * page
+        raise ValueError(
+            f"bucket={bucket}: expected a multiple of the cache's page, {page} tokens; the nearest is {nearest}."
+        )
+
+
+def _require_writable(out: Path) -> None:
+    """Finds out before anything has run, without making the folder."""
+    place = next(path for path in (out, *out.parents) if path.exists())
+    if not place.is_dir():
+        raise ValueError(f"out={str(out)!r}: {place} is a file; expected a folder, or a name for a new one.")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise PermissionError(f"out={str(out)!r}: {place} is not writable; choose another place.")

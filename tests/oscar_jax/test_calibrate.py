@@ -13,7 +13,10 @@ import pytest
 from calib import artifact
 from calib.fit import BucketCoverageWarning, ThinStatisticsWarning
 from oscar_jax import calibrate as calibration
-from oscar_jax import cli, corpus
+from oscar_jax import cli, corpus, models
+from pallas_kernels.tiers import Tiers
+from pallas_kernels.transform_code import bits_per_element
+from tests import tiny_model
 
 RECIPES = ["naive", "oscar-reference", "default"]
 pytestmark = [
@@ -75,6 +78,7 @@ def test_a_rest_of_the_text_is_used_and_padding_is_not():
         (500, {"sequence": 501}, "shorter than one sequence of 501"),
         (1000, {"sequence": 900}, "context is 768 tokens"),
         (500, {"sequence": 50}, "at least 81"),
+        (500, {"max_position": 16}, "max_position=16: expected more than the 16 sinks"),
         (500, {"recipes": ["oscar-deluxe"]}, "oscar-deluxe"),
     ],
 )
@@ -83,6 +87,31 @@ def test_requests_that_cannot_be_met_are_one_sentence(tiny, tiny_text, tokens, o
     with pytest.raises(ValueError, match=message) as error:
         calibration.calibrate(tiny, source(tiny_text, tiny, tokens), progress=False, **options)
     assert "\n" not in str(error.value)
+
+
+@pytest.fixture
+def never_run(monkeypatch):
+    def capture(*arguments):
+        raise AssertionError("the model ran")
+
+    monkeypatch.setattr(calibration, "_capture", capture)
+
+
+def test_a_head_size_that_no_cache_takes_is_refused_before_the_model_runs(tiny_text, tmp_path, never_run):
+    model = models.load(tiny_model.write(tmp_path, head_dim=20))
+    with pytest.raises(ValueError, match="head_dim=20: expected a multiple of 8"):
+        calibration.calibrate(model, source(tiny_text, model), ["default"], progress=False)
+
+
+def test_averaged_codes_say_what_positions_they_are_for(tiny, tiny_text):
+    found = calibration.calibrate(
+        tiny, source(tiny_text, tiny), ["default-averaged", "naive"], sequence=400, bucket=256, progress=False
+    )
+    codes, manifest = found["default-averaged"]
+    assert (codes.bucket, codes.rotary) == (None, None)
+    assert (manifest.max_position, manifest.covered_positions, manifest.rotary) == (768, 256, tiny.config.rotary)
+    absolute = found["naive"].manifest
+    assert (absolute.max_position, absolute.covered_positions, absolute.rotary) == (None, None, None)
 
 
 def run(*arguments):
@@ -95,8 +124,10 @@ def test_the_command_writes_one_artifact_a_recipe(tiny, tiny_folder, tiny_text, 
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["tokens"] == 800
     for name, path in report["artifacts"].items():
-        _, manifest = artifact.load(path, model=tiny.identity)
+        codes, manifest = artifact.load(path, model=tiny.identity)
         assert manifest.recipe == name
+        bits = report["bits_per_element"][name]
+        assert bits == {str(n): bits_per_element(codes, Tiers(), n) for n in (2048, 8192, 32768)}
 
 
 @pytest.mark.parametrize(
@@ -106,8 +137,13 @@ def test_the_command_writes_one_artifact_a_recipe(tiny, tiny_folder, tiny_text, 
         (["--text", "{empty}"], "is empty"),
         (["--text", "/nowhere/text"], "does not exist"),
         (["--recipe", "oscar-deluxe"], "oscar-deluxe"),
+        (["--bucket", "100"], "bucket=100: expected a multiple of the cache's page, 128 tokens; the nearest is 128"),
+        (["--max-position", "16"], "max_position=16: expected more than the 16 sinks"),
+        (["--out", "{empty}"], "empty is a file; expected a folder"),
+        (["--out", "{empty}/below"], "empty is a file; expected a folder"),
     ],
 )
+@pytest.mark.usefixtures("never_run")
 def test_bad_input_is_one_sentence_and_writes_nothing(tiny_folder, tiny_text, tmp_path, capsys, arguments, message):
     (tmp_path / "empty").write_text("  \n")
     arguments = [argument.replace("{empty}", str(tmp_path / "empty")) for argument in arguments]
@@ -120,6 +156,12 @@ def test_bad_input_is_one_sentence_and_writes_nothing(tiny_folder, tiny_text, tm
     assert error.count("oscar-jax: error:") == 1
     assert message in error
     assert not (tmp_path / "out").exists()
+
+
+def test_an_unwritable_place_is_found_before_anything_runs(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(calibration.os, "access", lambda path, mode: path != tmp_path)  # root may write anywhere
+    assert run("calibrate", "--model", "/nowhere", "--out", tmp_path / "new" / "out") == 1
+    assert f"{tmp_path} is not writable; choose another place" in capsys.readouterr().err
 
 
 def killed(command, after):
