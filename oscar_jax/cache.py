@@ -20,6 +20,7 @@ import numpy as np
 from pallas_kernels import dispatch
 from pallas_kernels.attention import AttentionSpec, PlainTiers
 from pallas_kernels.attention import attend as attend_tiers
+from pallas_kernels.codec import SCALE_LIMIT
 from pallas_kernels.history import History, init_history, write
 from pallas_kernels.storage import loaded, storage_dtype, stored
 from pallas_kernels.tiers import Tiers
@@ -39,7 +40,8 @@ class CacheConfig:
         batch: sequences held at once.
         max_length: longest sequence in tokens.
         tiers: window and page sizes in tokens.
-        plain_dtype: dtype of sinks and recents, "float16", "bfloat16", "float32" or "float64".
+        plain_dtype: dtype of sinks and recents, "float16", "bfloat16", "float32" or "float64"; None stands for the
+            model's, to be filled in by who knows the model (`step.make_step`).
         step_tokens: most tokens of one decode step that may be taken back afterwards (drafted tokens).
         pages: pages of the pool; by default enough for `batch` sequences of `max_length`.
         attention: scale, soft-cap and chunk rule.
@@ -59,7 +61,7 @@ class CacheConfig:
     attention: AttentionSpec
     batch: int = 1
     tiers: Tiers = DEFAULT_TIERS
-    plain_dtype: str = "bfloat16"
+    plain_dtype: str | None = "bfloat16"
     step_tokens: int = 1
     pages: int | None = None
     windows: tuple[int | None, ...] | None = None
@@ -80,7 +82,7 @@ class CacheConfig:
                 f"q_heads={self.q_heads}, kv_heads={self.kv_heads}: expected a whole number of query heads a KV head, "
                 f"at most {MAX_GROUP}."
             )
-        if self.plain_dtype not in ("float16", "bfloat16", "float32", "float64"):
+        if self.plain_dtype not in ("float16", "bfloat16", "float32", "float64", None):
             raise ValueError(f"plain_dtype={self.plain_dtype!r}: expected float16, bfloat16, float32 or float64.")
         if self.step_tokens > self.tiers.recent:
             raise ValueError(f"step_tokens={self.step_tokens}: expected at most recent={self.tiers.recent}.")
@@ -139,6 +141,8 @@ def init_cache(config: CacheConfig, codes: TransformCodes | None = None) -> KVCa
     Raises:
         ValueError: codes of another model, missing codes, a page that splits a bucket, or too few pages.
     """
+    if config.plain_dtype is None:
+        raise ValueError("plain_dtype=None: expected a dtype by now; make_step fills in the model's, or give one.")
     needed = config.sequence_pages
     if codes is None and needed:
         raise ValueError(
@@ -394,14 +398,13 @@ def _check_scales(history: History, live: np.ndarray, tiers: Tiers, length: int,
             if leaf is None:
                 continue
             rows = loaded(leaf[:, live])
-            limit = float(jnp.finfo(rows.dtype).max)
             rows = np.asarray(rows, np.float32).transpose(0, 2, 1, 3)  # [L, K, pages, page]
             rows = rows.reshape(*rows.shape[:2], -1)[:, :, :tokens]
-            bad = np.argwhere(~np.isfinite(rows) | (np.abs(rows) >= limit))
+            bad = np.argwhere(~np.isfinite(rows) | (np.abs(rows) >= SCALE_LIMIT))
             if bad.size:
                 layer, head, token = bad[0]
                 raise ValueError(
                     f"sequence {sequence}, layer {layer}, head {head}, position {tiers.sink + token}: {name} "
-                    f"{parameter} is {rows[layer, head, token]}, expected a finite number below {limit:.0f}; the "
+                    f"{parameter} is {rows[layer, head, token]}, expected a finite number below {SCALE_LIMIT:.0f}; the "
                     "row had NaN, Inf or values too large."
                 )

@@ -13,7 +13,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,13 @@ from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
 
 ANSWER_RECIPE = "default"
+_ARTICLES = slice(40, 46)  # of the held-out ones, what the default question is about
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs everything; 0 when the report is written."""
     begin = time.perf_counter()
     out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
     say = _Narrator(to_stderr=args.json)
     recipes = [name for name in args.recipes if name != evaluate.BASELINE]
     if not recipes:
@@ -45,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
     encode = calibrate.encoder(model)
     text = corpus.heldout_text(encode, args.windows * args.sequence, file=args.text, minimum=args.sequence)
     source = corpus.calibration_text(encode, args.calibration_tokens)
+    prompt = _prompt(model, args.prompt, args.max_tokens)
+    out.mkdir(parents=True, exist_ok=True)  # only now: a request that cannot be met leaves nothing behind
 
     say(f"calibrating on {source.description}")
     fitted = calibrate.calibrate(model, source, recipes)
@@ -56,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     print(evaluate.table(report["arms"]), file=say.stream)
 
     answering = ANSWER_RECIPE if ANSWER_RECIPE in arms else next(reversed(arms))
-    report["answers"] = _answers(model, arms[answering], answering, args, encode, tiers, say)
+    report["answers"] = _answers(model, arms[answering], answering, prompt, args.max_tokens, tiers, say)
     report["calibration"] = {
         "text": source.description,
         "text_sha256": source.sha256,
@@ -100,17 +102,18 @@ def _answers(
     model: LoadedModel,
     codes: TransformCodes,
     recipe: str,
-    args: argparse.Namespace,
-    encode,
+    prompt: str,
+    max_tokens: int,
     tiers: Tiers,
     say: _Narrator,
 ) -> dict[str, Any]:
-    prompt = args.prompt or _question()
     shown = prompt if len(prompt) < 400 else f"{prompt[:160]} ... {prompt[-200:]}"
-    say(f"one prompt, {len(encode(prompt))} tokens, answered with both caches:\n  {shown!r}")
+    say(f"one prompt, {len(generate.encode_prompt(model, prompt))} tokens, answered with both caches:\n  {shown!r}")
     found: dict[str, Any] = {"prompt": prompt}
     for name, code in ((evaluate.BASELINE, None), (recipe, codes)):
-        answer = generate.complete(model, prompt, codes=code, tiers=tiers, max_tokens=args.max_tokens)
+        answer = generate.complete(
+            model, prompt, codes=code, tiers=tiers, plain_dtype=evaluate.PLAIN_DTYPE, max_tokens=max_tokens
+        )
         found[name] = {
             "text": answer.text,
             "cache_bytes": answer.cache_bytes,
@@ -121,10 +124,25 @@ def _answers(
     return found
 
 
-def _question() -> str:
+def _prompt(model: LoadedModel, given: str | None, max_tokens: int) -> str:
+    """The prompt to answer: the given one, or the question on as many articles as the model's context has room for.
+
+    Raises:
+        ValueError: it is empty or not valid Unicode, or does not fit the context with `max_tokens` new tokens.
+    """
+    prompts = [given]
+    if given is None:
+        articles = corpus.wiki_summaries("heldout")[_ARTICLES]
+        prompts = [_question(articles[:count]) for count in range(len(articles), 0, -1)]
+    room = model.config.max_position - max_tokens
+    prompt = next((each for each in prompts if len(generate.encode_prompt(model, each)) <= room), prompts[-1])
+    generate.stream(model, prompt, max_tokens=max_tokens)  # runs nothing, and refuses what does not fit
+    return prompt
+
+
+def _question(articles: Sequence[str]) -> str:
     """A question whose answer stands in the 2-bit part of the prompt: behind the sinks, before the recent window."""
-    articles = corpus.wiki_summaries("heldout")[40:46]
-    title = articles[1].splitlines()[0]
+    title = articles[min(1, len(articles) - 1)].splitlines()[0]
     return "\n\n".join(articles) + f"\n\nWhat does the text above say about {title}? Answer in two sentences."
 
 

@@ -28,6 +28,7 @@ from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
 
 BASELINE = "bf16"
+PLAIN_DTYPE = "bfloat16"  # of the baseline, and of every arm's windows
 CHUNK = 256
 SETTLED = 64  # tokens past the windows after which positions are measured: every query then reads some history
 BIN = 64  # positions averaged together in `kl_by_position`
@@ -87,7 +88,8 @@ def score(
     plain = dataclasses.replace(tiers, recent=max(tiers.recent, length - tiers.sink))
     steps = {}
     for name, code in codes.items():
-        config = cache_config(model.config, max_length=length, tiers=plain if code is None else tiers, batch=batch)
+        windows_of = plain if code is None else tiers
+        config = cache_config(model.config, max_length=length, tiers=windows_of, plain_dtype=PLAIN_DTYPE, batch=batch)
         steps[name] = make_step(model.decoder, config, code)
     caches = {name: step.init() for name, step in steps.items()}
     targets = np.concatenate([windows[:, 1:], np.zeros((batch, 1), windows.dtype)], axis=1)

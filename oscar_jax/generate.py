@@ -73,7 +73,7 @@ def stream(
     *,
     codes: TransformCodes | None = None,
     tiers: Tiers | None = None,
-    plain_dtype: str = "bfloat16",
+    plain_dtype: str | None = None,
     max_tokens: int = 256,
     sampling: Sampling | None = None,
     stop: Sequence[str] = (),
@@ -89,7 +89,7 @@ def stream(
         prompt: text, or token ids that are taken as they are.
         codes: transform codes of this model; None keeps every token plain, whatever `tiers` says.
         tiers: windows beside the 2-bit history; None for the default ones.
-        plain_dtype: of sinks and recents.
+        plain_dtype: of sinks and recents; None is the dtype of the model's weights.
         max_tokens: most new tokens.
         sampling: None is greedy.
         stop: texts that end it, beside the model's own stop tokens.
@@ -284,6 +284,7 @@ def run(args: argparse.Namespace) -> int:
         prompt,
         codes=codes,
         tiers=tiers,
+        plain_dtype="bfloat16",  # whatever the model computes in: 16-bit tiers are what a 2-bit cache is compared with
         max_tokens=args.max_tokens,
         sampling=sampling,
         stop=args.stop,

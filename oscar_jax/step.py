@@ -40,7 +40,7 @@ def cache_config(
     *,
     max_length: int,
     tiers: Tiers | None = None,
-    plain_dtype: str = "bfloat16",
+    plain_dtype: str | None = None,
     prefill: Prefill = "by-position",
     **options: Any,
 ) -> CacheConfig:
@@ -49,6 +49,7 @@ def cache_config(
     Args:
         max_length: longest sequence in tokens.
         tiers: windows; None for the default ones.
+        plain_dtype: of sinks and recents; None is the dtype of the model's weights, which `make_step` fills in.
         prefill: "by-position", what a query reads is what decoding would read there, whatever the chunks; or
             "chunk-exact", the tokens of one call see each other plainly, as in the reference implementation, so that
             results depend on the chunks and a prompt in one piece is read without loss.
@@ -143,6 +144,8 @@ def make_step(
     if wrong:
         expected = ", ".join(f"{name}={getattr(model, name)}" for name in fields)
         raise ValueError(f"config has {', '.join(wrong)}: this model has {expected}; use cache_config(decoder.config).")
+    if config.plain_dtype is None:
+        config = dataclasses.replace(config, plain_dtype=decoder.dtype.name)
     return Step(decoder, config, codes, checked)
 
 
@@ -166,11 +169,18 @@ def prefill(
         Logits `[B, V]` after each prompt's last token (zeros for an empty one), and the new cache.
 
     Raises:
-        ValueError: no tokens at all, or another number of prompts than the batch.
+        ValueError: no tokens at all, another number of prompts than the batch, or one that the cache has no room for.
     """
     lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
     if len(prompts) != step.config.batch or not lengths.any():
         raise ValueError(f"prompts of {lengths.tolist()} tokens: expected {step.config.batch} prompts, not all empty.")
+    room = step.config.max_length - np.asarray(cache.lengths)
+    if (lengths > room).any():
+        row = int(np.argmax(lengths > room))
+        raise ValueError(
+            f"prompts: number {row} has {lengths[row]} tokens and the cache has room for {room[row]}; shorten it or use a "
+            f"larger max_length than {step.config.max_length}."
+        )
     tokens = np.zeros((len(prompts), lengths.max() + max(chunks)), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt

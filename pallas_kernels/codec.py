@@ -10,8 +10,8 @@ unrounded fp32 scale. Scale and offset are rounded once, when stored.
 
 Degenerate rows: a row with NaN or Inf, or whose mean of y^2 overflows, stores slots 0 and scale NaN, so it is seen in
 its own sequence only. `levels`: y = 0 decodes to mu. `minmax`: a row constant after clipping stores scale 0, slots 0
-and the value as offset. |scale| and |offset| saturate at the largest finite value of their dtype; a scale that
-underflows stores 0. Every other finite row decodes finite.
+and the value as offset. |scale| and |offset| saturate at 65504, the largest fp16, in either dtype; a scale
+that underflows stores 0. Every other finite row decodes finite.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pallas_kernels.transform_code import SLOT_BITS, TransformCode
 PLANES = 8 // SLOT_BITS
 IMPLIED_OFFSET = -1.5  # of the scale, for `kind == "levels"`: the middle of a two-bit slot
 SIGMA_EPSILON = 1e-12
+SCALE_LIMIT = 65504.0  # of |scale| and |offset|, in either dtype
 
 
 class Encoded(NamedTuple):
@@ -69,8 +70,7 @@ def quantize(code: TransformCode, y: jax.Array, *, scale_dtype: str = "float16")
     slots = jnp.where(finite[..., None], slots, 0)
 
     def store(value: jax.Array) -> jax.Array:
-        limit = float(jnp.finfo(storage).max)
-        return jnp.where(finite, jnp.clip(value, -limit, limit), jnp.nan).astype(storage)
+        return jnp.where(finite, jnp.clip(value, -SCALE_LIMIT, SCALE_LIMIT), jnp.nan).astype(storage)
 
     return Encoded(pack(slots), store(scale), None if offset is None else store(offset))
 

@@ -124,9 +124,11 @@ def write(
         k, v: `[B, M, K, D]` in the cache's plain dtype, after rotary positions.
         layer: int32 `[]`.
         positions: int32 `[B, M]`, each at least `tiers.sink` where valid.
-        valid: bool `[B, M]`; other rows are not stored.
+        valid: bool `[B, M]`; other rows are not stored, nor are positions past the page table.
         page_indices: int32 `[B, pages of a sequence]`.
     """
+    # A position past the page table has no page: it is dropped, never folded onto a live one.
+    valid = valid & (positions < tiers.sink + page_indices.shape[1] * tiers.page)
     index = jnp.where(valid, positions - tiers.sink, 0)
     pages = jnp.take_along_axis(page_indices, index // tiers.page, axis=1, mode="clip")
     pages = jnp.where(valid, pages, history.key.scale.shape[1])

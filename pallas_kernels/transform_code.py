@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -102,7 +103,8 @@ class TransformCode:
 
     def layer(self, index: int | jax.Array) -> TransformCode:
         """The `[K, ...]` leaves of one layer; `index` may be traced."""
-        return jax.tree.map(lambda leaf: leaf[index], self)
+        # Codes fresh from a fit are numpy arrays, which a traced index cannot index.
+        return jax.tree.map(lambda leaf: leaf[index] if isinstance(index, int) else jnp.asarray(leaf)[index], self)
 
     @classmethod
     def build(

@@ -10,6 +10,7 @@ import pytest
 from calib import artifact
 from oscar_jax import calibrate as calibration
 from oscar_jax import cli, corpus, evaluate
+from oscar_jax import demo as demo_module
 from oscar_jax.cache import cache_bytes
 from oscar_jax.models import plain_attention
 from oscar_jax.step import cache_config, make_step
@@ -61,7 +62,7 @@ def test_baseline_likelihood_equals_a_forward_without_a_cache(tiny, scores, held
 def test_chunks_give_what_decoding_token_by_token_gives(tiny, arms, scores, heldout):
     """The claim that the shortcut rests on: rule E3 with bf16 tiers, KL between runs at most 2e-4."""
     window = heldout.tokens[:200].reshape(1, 200)
-    config = cache_config(tiny.config, max_length=200, tiers=TIERS)
+    config = cache_config(tiny.config, max_length=200, tiers=TIERS, plain_dtype="bfloat16")
     step = make_step(tiny.decoder, config, arms["default"])
     cache, logits = step.init(), []
     for token in window[0]:
@@ -74,7 +75,7 @@ def test_chunks_give_what_decoding_token_by_token_gives(tiny, arms, scores, held
 
 
 def test_bytes_are_those_of_the_arrays(tiny, arms, scores):
-    config = cache_config(tiny.config, max_length=400, tiers=TIERS, batch=2)
+    config = cache_config(tiny.config, max_length=400, tiers=TIERS, plain_dtype="bfloat16", batch=2)
     cache = make_step(tiny.decoder, config, arms["default"]).init()
     assert scores["default"].cache_bytes == cache_bytes(cache)["total"] == sum(x.nbytes for x in jax.tree.leaves(cache))
 
@@ -130,6 +131,50 @@ def test_an_artifact_of_another_model_is_refused(tiny_folder, tiny_text, arms, t
     arguments = ["--text", tiny_text / "heldout.txt", "--tokens", 400, "--sequence", 400]
     assert run("evaluate", "--model", other, *arguments, "--artifact", tmp_path / "saved") == 2
     assert "calibrate this model" in capsys.readouterr().err
+
+
+@pytest.fixture
+def demo(tiny_folder, tiny_text, monkeypatch):
+    """The demo that fails if it calibrates, with articles of about 90 tokens instead of the downloaded ones."""
+    from tests import tiny_model
+
+    def calibrate(*arguments):
+        raise AssertionError("calibrated")
+
+    articles = [f"Title {i}\n\n{tiny_model.text(15, seed=i)}" for i in range(46)]
+    monkeypatch.setattr(corpus, "wiki_summaries", lambda split, path=None: articles)
+    monkeypatch.setattr(calibration, "calibrate", calibrate)
+    sizes = ["--windows", 1, "--sequence", 400, "--calibration-tokens", 900]
+    return lambda *arguments: run(
+        "demo", "--model", tiny_folder, "--text", tiny_text / "heldout.txt", *sizes, *arguments
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "x" * 800], "prompt of 800 tokens: expected at most 767"),
+        (["--prompt", ""], "prompt is empty"),
+        (["--max-tokens", 768], "max_tokens=768 after a prompt"),
+        (["--sequence", 100_000], "100000 are needed for one window"),
+    ],
+)
+def test_the_demo_refuses_early_and_leaves_nothing(demo, tmp_path, capsys, arguments, message):
+    assert demo("--out", tmp_path / "out", *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("demo")
+@pytest.mark.parametrize("max_tokens", [4, 400, 560])
+def test_the_demos_question_has_as_many_articles_as_fit(tiny, max_tokens):
+    room = tiny.config.max_position - max_tokens
+    prompt = demo_module._prompt(tiny, None, max_tokens)
+    articles = corpus.wiki_summaries("heldout")[40:46]
+    count = sum(article in prompt for article in articles)
+    assert prompt == demo_module._question(articles[:count])
+    assert len(prompt) <= room
+    assert count == 6 or len(demo_module._question(articles[: count + 1])) > room
 
 
 def test_the_demo_writes_its_report_and_picture(tiny_folder, tiny_text, tmp_path, capsys, monkeypatch):

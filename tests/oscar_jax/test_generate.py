@@ -29,7 +29,7 @@ def model() -> LoadedModel:
 
 
 def test_pieces_are_the_text_of_the_tokens(model):
-    run = stream(model, PROMPT, max_tokens=20)
+    run = stream(model, PROMPT, max_tokens=20, plain_dtype="bfloat16")
     pieces = list(run)
     done = run.completion()
     assert all(pieces)
@@ -48,7 +48,7 @@ def test_pieces_are_the_text_of_the_tokens(model):
 
 
 def test_two_bit_cache_is_smaller_and_checked_mode_accepts_it(model):
-    run = stream(model, PROMPT, codes=codes(), tiers=TIERS, max_tokens=20, checked=True)
+    run = stream(model, PROMPT, codes=codes(), tiers=TIERS, max_tokens=20, plain_dtype="bfloat16", checked=True)
     text = "".join(run)
     done = run.completion()
     assert len(done.tokens) == 20

@@ -193,7 +193,7 @@ def test_cache_is_donated_and_weights_are_not(decoder, step):
 
 
 def test_decode_step_aliases_the_cache_and_copies_none_of_it(decoder):
-    config = cache_config(CONFIG, max_length=LENGTH, tiers=TIERS, pages=20_000)
+    config = cache_config(CONFIG, max_length=LENGTH, tiers=TIERS, plain_dtype="bfloat16", pages=20_000)
     step = make_step(decoder, config, codes())
     cache, count = step.init(), jnp.ones(1, jnp.int32)
     size = cache_bytes(cache)["total"]
@@ -221,6 +221,8 @@ def test_wrong_requests_are_named(decoder, step):
         step(step.init(), [[1], [2], [3]], [1])
     with pytest.raises(ValueError, match=r"prompts of \[0, 0, 0\] tokens: expected 3 prompts, not all empty"):
         prefill(step, step.init(), [[], [], []])
+    with pytest.raises(ValueError, match=r"prompts: number 1 has 73 tokens and the cache has room for 72"):
+        prefill(step, step.init(), tokens(3, 73, 2))
     with pytest.raises(ValueError, match=r"prompts of \[1\] tokens: expected 3 prompts"):
         prefill(step, step.init(), [[1]])
     other = cache_config(tiny_config(kv_heads=4), max_length=16, tiers=TIERS)
@@ -229,3 +231,11 @@ def test_wrong_requests_are_named(decoder, step):
     uncoded = make_step(decoder, cache_config(CONFIG, max_length=64, tiers=TIERS))
     with pytest.raises(ValueError, match=r"codes=None with max_length=64: a plain cache needs recent >= 60, got 8"):
         uncoded.init()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_plain_tiers_have_the_model_dtype_unless_told_otherwise(dtype):
+    step = make_step(random_decoder(CONFIG, dtype=jnp.dtype(dtype)), cache_config(CONFIG, max_length=LENGTH), codes())
+    assert step.config.plain_dtype == dtype
+    told = cache_config(CONFIG, max_length=LENGTH, plain_dtype="float16")
+    assert make_step(random_decoder(CONFIG), told, codes()).config.plain_dtype == "float16"

@@ -43,7 +43,7 @@ def quantize_row(code, head, y, scale_dtype=np.float16):
     weighted = weight * level
     dot, norm = pairwise_sum(weighted * y), pairwise_sum(weighted * level)
     scale = np.asarray(code.gain)[head] * dot / norm
-    limit = float(np.finfo(scale_dtype).max) if scale_dtype is np.float16 else float(np.float32(3.3895314e38))
+    limit = 65504.0
     logical = []
     for coordinate in range(dim):
         stored = int(index[coordinate] + half[coordinate])
