@@ -178,8 +178,8 @@ def prefill(
     if (lengths > room).any():
         row = int(np.argmax(lengths > room))
         raise ValueError(
-            f"prompts: number {row} has {lengths[row]} tokens and the cache has room for {room[row]}; shorten it or use a "
-            f"larger max_length than {step.config.max_length}."
+            f"prompts: number {row} has {lengths[row]} tokens and the cache has room for {room[row]}; shorten it or "
+            f"use a larger max_length than {step.config.max_length}."
         )
     tokens = np.zeros((len(prompts), lengths.max() + max(chunks)), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
