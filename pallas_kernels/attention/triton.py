@@ -49,10 +49,10 @@ PLAIN_TILE = 64  # plain tokens of a program
 MAX_TOKENS = 16
 MAX_ROWS = 16  # query rows of a program
 MAX_HEAD_DIM = 256
-QUERY_COLUMNS = 128
+QUERY_COLUMNS = 64
 DEPTH = 32  # coordinates that `_prepare` contracts at a time
 MERGE = 16  # splits that `_merge` makes one of
-UNROLL = 8  # splits that are read at a time in a merge
+CHUNK = 8  # of which so many are read at a time
 PROGRAMS = 3072  # over history, about two waves on an H200: 132 multiprocessors with about 12 warps each
 MULTIPROCESSORS = 96  # to share out smaller launches; an H100 has up to 132, an A100 108
 UNLIMITED = np.iinfo(np.int32).max // 2
@@ -101,7 +101,15 @@ class _Plan:
 
     @property
     def plain_splits(self) -> int:
-        return pl.cdiv(self.tiers.sink + self.ring + self.tokens, PLAIN_TILE)
+        return self.sink_splits + self.ring_splits + 1
+
+    @property
+    def sink_splits(self) -> int:
+        return pl.cdiv(self.tiers.sink, PLAIN_TILE)
+
+    @property
+    def ring_splits(self) -> int:
+        return pl.cdiv(self.ring, PLAIN_TILE)
 
     @property
     def query_blocks(self) -> int:
@@ -165,7 +173,7 @@ def attend(
             ((batch, heads, plan.buckets, len(_Numbers._fields), plan.rows), jnp.float32),
         ],
         (layer, q, codes.key.decode, codes.key.mu, *_turns(codes, tiers, plan)),
-        warps=8 if plan.columns > 64 else 4,
+        warps=8 if plan.columns > 32 else 4,
     )
     partial = functools.partial(_partials, batch, heads, plan)
     offsets = [x for x in (history.key.offset, history.value.offset) if x is not None]
@@ -194,8 +202,7 @@ def attend(
     while output.shape[2] > 2 * MERGE:
         groups = pl.cdiv(output.shape[2], MERGE)
         output, sums = launch(_merge, (batch, heads, groups), partial(groups), (output, sums), warps=4)
-    parts = min(max(1, plan.dim // 32), 1 << max(0, 128 // (batch * heads)).bit_length() >> 1)
-    parts = max(1, parts)
+    parts = plan.dim // DEPTH
     sinks = () if sink_logits is None else (sink_logits.astype(jnp.float32),)
     [out] = launch(
         functools.partial(_finish, parts=parts),
@@ -221,9 +228,9 @@ def _launch(plan: _Plan, kernel, grid, outputs, operands, *, warps: int, stages:
 
 
 def _partials(batch: int, heads: int, plan: _Plan, splits: int):
-    """Outputs `[B, H, splits, 4, N_v / 4, R]` and maxima and sums `[B, H, splits, 2, R]` of partial softmaxes."""
+    """Outputs `[B, H, splits, N_v R]`, blocks of slots whole, and maxima and sums `[B, H, splits, 2, R]`."""
     return [
-        ((batch, heads, splits, PLANES, plan.value_block, plan.rows), jnp.float32),
+        ((batch, heads, splits, PLANES * plan.value_block * plan.rows), jnp.float32),
         ((batch, heads, splits, 2, plan.rows), jnp.float32),
     ]
 
@@ -349,7 +356,7 @@ def _program(plan: _Plan):
     return pl.program_id(0), _div(index, plan.row_blocks), _rem(index, plan.row_blocks), index, pl.program_id(2)
 
 
-def _dot(plan: _Plan, a: jax.Array, b: jax.Array, *, exact: bool = True, contract: int = 1) -> jax.Array:
+def _dot(plan: _Plan, a: jax.Array, b: jax.Array, *, exact: bool = True, contract=(1, 0)) -> jax.Array:
     """Product of fp32 arrays, as accurate as fp32 or, not `exact`, as fp16."""
     if plan.interpret:
         precision = lax.Precision.HIGHEST
@@ -357,7 +364,7 @@ def _dot(plan: _Plan, a: jax.Array, b: jax.Array, *, exact: bool = True, contrac
         presets = lax.DotAlgorithmPreset
         precision = presets.TF32_TF32_F32_X3 if exact else presets.TF32_TF32_F32
     return lax.dot_general(
-        a, b, (((contract,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+        a, b, ((contract[:1], contract[1:]), ((), ())), precision=precision, preferred_element_type=jnp.float32
     )  # fmt: skip
 
 
@@ -442,17 +449,17 @@ def _prepare(layer_ref, q_ref, decode_ref, mu_ref, *refs, plan: _Plan):
     size, count = plan.key_block, plan.key_bytes
 
     def query_of(d, far):
-        """Coordinates `[d, columns]` of the scaled queries; `far` names the partner that rotation mixes them with."""
+        """Coordinates `[columns, d]` of the scaled queries; `far` names the partner that rotation mixes them with."""
 
         def coordinate(d):
-            at = _at(q_ref, batch, rows.token[None, :], (head * plan.groups + rows.head)[None, :], d[:, None])
-            x = plgpu.load(at, mask=real[None, :] & (d < plan.head_dim)[:, None], other=0)
+            at = _at(q_ref, batch, rows.token[:, None], (head * plan.groups + rows.head)[:, None], d[None, :])
+            x = plgpu.load(at, mask=real[:, None] & (d < plan.head_dim)[None, :], other=0)
             return x.astype(jnp.float32) * plan.logit_scale
 
         query = coordinate(d)
         if plan.rotary is None:
             return query
-        own, partner = (plgpu.load(_at(ref, source[None, :], d[:, None])) for ref in turn_refs)
+        own, partner = (plgpu.load(_at(ref, source[:, None], d[None, :])) for ref in turn_refs)
         return query * own + coordinate(far) * partner
 
     def absorb(i, carry):
@@ -470,8 +477,12 @@ def _prepare(layer_ref, q_ref, decode_ref, mu_ref, *refs, plan: _Plan):
         slot, d = jnp.where(kept, _iota(size)[:, None], 0), jnp.where(known, d, 0)[None, :]
         for j, x in enumerate(planes):
             part = plgpu.load(_at(decode_ref, layer, head, j * count + slot, d), mask=kept, other=0)
-            planes[j] = x + _dot(plan, part, query, exact=q_ref.dtype == jnp.float32)
-        return shift + jnp.sum(query * mu[:, None], axis=0), *planes
+            if q_ref.dtype == jnp.float32:
+                planes[j] = x + _dot(plan, part, query, contract=(1, 1))
+            else:  # fp16 holds both: E is a rotation of the order of one, queries stay far below its range
+                half = (part.astype(jnp.float16), query.astype(jnp.float16))
+                planes[j] = x + lax.dot_general(*half, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        return shift + jnp.sum(query * mu[None, :], axis=1), *planes
 
     zero = jnp.zeros((size, plan.columns), jnp.float32)
     initial = (jnp.zeros((plan.columns,), jnp.float32), *(zero,) * PLANES)
@@ -504,7 +515,7 @@ def _prepare(layer_ref, q_ref, decode_ref, mu_ref, *refs, plan: _Plan):
 
 
 def _attend_plain(layer_ref, window_ref, starts_ref, counts_ref, q_ref, k_ref, v_ref, *refs, plan: _Plan):
-    """Softmax over `PLAIN_TILE` of the tokens that lie plain: sinks, then the ring, then the new ones."""
+    """Softmax over at most `PLAIN_TILE` plain tokens: of the sinks, then of the ring, at last the new ones."""
     *plain_refs, output_ref, sums_ref = refs
     batch, head, block, index, split = _program(plan)
     layer, start, count = layer_ref[0], starts_ref[batch], counts_ref[batch]
@@ -523,27 +534,31 @@ def _attend_plain(layer_ref, window_ref, starts_ref, counts_ref, q_ref, k_ref, v
 
     def product(a, b, contract):
         if a.dtype != b.dtype or a.dtype == jnp.float32:
-            return _dot(plan, a.astype(jnp.float32), b.astype(jnp.float32), contract=contract)
+            return _dot(plan, a.astype(jnp.float32), b.astype(jnp.float32), contract=(contract, 0))
         return lax.dot_general(a, b, (((contract,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
-    token = split * PLAIN_TILE + _iota(PLAIN_TILE)
-    place = token - sink
+    sink_splits, new_split = plan.sink_splits, plan.sink_splits + plan.ring_splits
+    is_sink, is_new = split < sink_splits, split == new_split
+    before = jnp.int32(sink_splits) * (split >= sink_splits) + jnp.int32(plan.ring_splits) * is_new
+    place = (split - before) * PLAIN_TILE + _iota(PLAIN_TILE)
     held = start - 1 - _rem(start - 1 - place + ring, ring)
-    is_sink, is_new = token < sink, place >= ring
-    position = jnp.where(is_sink, token, jnp.where(is_new, start + place - ring, held))
-    usable = jnp.where(is_new, place - ring < count, (position < start) & (is_sink | (position >= sink)))
-    sources = ((is_sink & usable, token), (~is_sink & ~is_new & usable, place), (is_new & usable, place - ring))
+    position = jnp.where(is_sink, place, jnp.where(is_new, start + place, held))
+    usable = jnp.where(is_sink, (place < sink) & (place < start), (place < ring) & (held >= sink))
+    usable = jnp.where(is_new, place < count, usable)
 
-    def gather(side_refs):
-        parts = []
-        for ref, (source, at) in zip(side_refs, sources, strict=True):
-            if ref.shape[-3] > 0:
-                lead = (layer, batch)[-(len(ref.shape) - 3) :]
-                at = _at(ref, *lead, jnp.where(source, at, 0)[:, None], head, d[None, :])
-                parts.append(loaded(plgpu.load(at, mask=source[:, None] & known[None, :], other=0)))
-        return functools.reduce(jnp.add, parts)  # each token has one source, the others read 0
+    def gather(sink_ref, ring_ref, new_ref):
+        def read(ref, *lead):
+            at = _at(ref, *lead, jnp.where(usable, place, 0)[:, None], head, d[None, :])
+            return loaded(plgpu.load(at, mask=usable[:, None] & known[None, :], other=0))
 
-    logits = product(gather((plain_refs[0], plain_refs[2], k_ref)), query, 1) * plan.logit_scale
+        def stored_tokens():
+            if sink_splits == 0:
+                return read(ring_ref, layer, batch)
+            return lax.cond(is_sink, lambda: read(sink_ref, layer, batch), lambda: read(ring_ref, layer, batch))
+
+        return lax.cond(is_new, lambda: read(new_ref, batch), stored_tokens)
+
+    logits = product(gather(plain_refs[0], plain_refs[2], k_ref), query, 1) * plan.logit_scale
     if plan.spec.softcap is not None:
         logits = plan.spec.softcap * LOG2E * jnp.tanh(logits)
     j = position[:, None]
@@ -553,7 +568,7 @@ def _attend_plain(layer_ref, window_ref, starts_ref, counts_ref, q_ref, k_ref, v
     logits = jnp.where(seen, logits, MASKED)
     maximum = jnp.max(logits, axis=0)
     probabilities = jnp.where(seen, _exp2(plan, logits - maximum[None, :]), 0.0)
-    values = gather((plain_refs[1], plain_refs[3], v_ref))
+    values = gather(plain_refs[1], plain_refs[3], v_ref)
     output, total = product(values, probabilities.astype(values.dtype), 0), jnp.sum(probabilities, axis=0)
     kept = local < plan.rows
     for i, x in enumerate((maximum, total)):
@@ -758,7 +773,8 @@ def _attend_history(
     offset = state.offsets if plan.value_offset else codec.IMPLIED_OFFSET * state.scales
     for i, x in enumerate(state.planes):
         flipped = x + 128.0 * state.scales[None, :] if i == 3 else x
-        plgpu.store(output_ref.at[batch, index, split, jnp.int32(i), :, :], flipped * 4.0**-i + offset[None, :])
+        item = (i * plan.value_block + _iota(plan.value_block)[:, None]) * plan.rows + _iota(plan.rows)[None, :]
+        plgpu.store(_at(output_ref, batch, index, split, item), flipped * 4.0**-i + offset[None, :])
 
 
 def _at(ref, *indices):
@@ -767,57 +783,44 @@ def _at(ref, *indices):
     return ref.at[tuple(jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape) for x in indices)]
 
 
-def _mix(plan: _Plan, output_ref, sums_ref, batch, index, first, count: int, rows: jax.Array, size: int):
+def _mix(plan: _Plan, output_ref, sums_ref, batch, index, first, count: int):
     """Merges `count` partial softmaxes from `first` on.
 
     Returns:
-        Maximum and sum `[size]` and four accumulators `[N_v / 4, size]`; rows are named by `rows`, `[size]`.
+        Maximum and sum `[R]`, and the flat accumulator `[slots R]`.
     """
-    splits = output_ref.shape[2]
-    each = first + _iota(pl.next_power_of_2(count))
-    inside = (each < jnp.minimum(first + count, splits))[:, None] & (rows >= 0)[None, :]
-    each = jnp.where(each < splits, each, 0)
-    maximum = plgpu.load(_at(sums_ref, batch, index, each[:, None], 0, rows[None, :]), mask=inside, other=MASKED)
-    top = jnp.max(maximum, axis=0)  # empty ones have MASKED
-    slot = _iota(plan.value_block)
+    splits, size = output_ref.shape[2], PLANES * plan.value_block * plan.rows
+    known, rows = jnp.minimum(first + count, splits), _iota(plan.rows)
+    each = first + _iota(pl.next_power_of_2(count))[:, None]
+    inside = jnp.broadcast_to(each < known, (each.shape[0], plan.rows))
+    each = jnp.minimum(each, splits - 1)
+    maximum = plgpu.load(_at(sums_ref, batch, index, each, 0, rows[None, :]), mask=inside, other=MASKED)
+    total = plgpu.load(_at(sums_ref, batch, index, each, 1, rows[None, :]), mask=inside, other=0)
+    top = jnp.max(maximum, axis=0)
+    total = jnp.sum(_exp2(plan, maximum - top[None, :]) * total, axis=0)
 
-    def absorb(i, carry):
-        total, planes = carry
-        for j in range(UNROLL):
-            number = i * UNROLL + j
-            split = jnp.minimum(first + number, splits - 1)
-            maximum, part = (plgpu.load(_at(sums_ref, batch, index, split, k, rows)) for k in range(2))
-            # Of an empty one the sum is 0. Selected by `<=`, so that NaN stays.
-            empty = (part <= 0) | (number >= count) | (first + number >= splits)
-            weight = jnp.where(empty, 0.0, _exp2(plan, maximum - top))
-            total += weight * jnp.where(empty, 0.0, part)
-            planes = tuple(
-                _fma(
-                    plan,
-                    plgpu.load(_at(output_ref, batch, index, split, k, slot[:, None], rows[None, :])),
-                    weight[None, :],
-                    x,
-                )
-                for k, x in enumerate(planes)
-            )
-        return total, planes
+    # A chunk of splits at a time, items along the threads: the sum over splits stays within a thread, loads are wide.
+    items = _iota(size)[None, :]
+    flat_top = jnp.broadcast_to(top[None, :], (size // plan.rows, plan.rows)).reshape(1, size)
 
-    zero = jnp.zeros((plan.value_block, size), jnp.float32)
-    total, planes = lax.fori_loop(
-        0, pl.cdiv(count, UNROLL), absorb, (jnp.zeros((size,), jnp.float32), (zero,) * PLANES)
-    )  # fmt: skip
-    return top, total, planes
+    def absorb(i, output):
+        each = first + i * CHUNK + _iota(CHUNK)[:, None]
+        inside = jnp.broadcast_to(each < known, (CHUNK, size))
+        each = jnp.minimum(each, splits - 1)
+        at = _at(sums_ref, batch, index, each, 0, _rem(items, plan.rows))
+        weights = _exp2(plan, plgpu.load(at, mask=inside, other=2 * MASKED) - flat_top)
+        return output + jnp.sum(weights * plgpu.load(_at(output_ref, batch, index, each, items)), axis=0)
+
+    return top, total, lax.fori_loop(0, pl.cdiv(count, CHUNK), absorb, jnp.zeros((size,), jnp.float32))
 
 
 def _merge(output_ref, sums_ref, merged_ref, merged_sums_ref, *, plan: _Plan):
     """Makes one partial softmax of `MERGE` neighbouring ones."""
     batch, _, _, index, group = _program(plan)
-    rows = _iota(plan.rows)
-    top, total, planes = _mix(plan, output_ref, sums_ref, batch, index, group * MERGE, MERGE, rows, plan.rows)
-    plgpu.store(merged_sums_ref.at[batch, index, group, jnp.int32(0), :], top)
-    plgpu.store(merged_sums_ref.at[batch, index, group, jnp.int32(1), :], total)
-    for i, x in enumerate(planes):
-        plgpu.store(merged_ref.at[batch, index, group, jnp.int32(i), :, :], x)
+    top, total, output = _mix(plan, output_ref, sums_ref, batch, index, group * MERGE, MERGE)
+    for kind, x in enumerate((top, total)):
+        plgpu.store(_at(merged_sums_ref, batch, index, group, kind, _iota(plan.rows)), x)
+    plgpu.store(_at(merged_ref, batch, index, group, _iota(output.shape[0])), output)
 
 
 def _finish(
@@ -825,37 +828,40 @@ def _finish(
 ):
     """Merges history and plain tokens, maps slots back with E, divides; one of `parts` of the coordinates."""
     *sink_refs, out_ref = refs
-    batch, head, block, index, part = _program(plan)
+    batch, head, block, index, piece = _program(plan)
     layer = layer_ref[0]
-    size, width = max(8, plan.rows), plan.dim // parts
-    local = _iota(size)
+    width, slots = plan.dim // parts, PLANES * plan.value_block
+    local, slot, d = _iota(plan.rows), _iota(slots), piece * width + _iota(width)
     rows = _rows(plan, block, local)
     query_head = head * plan.groups + rows.head
-    local = jnp.where(local < plan.rows, local, 0)
-    slot, d = _iota(plan.value_block), part * width + _iota(width)
     known = d < plan.head_dim
 
-    past_top, past, planes = _mix(plan, output_ref, sums_ref, batch, index, 0, output_ref.shape[2], local, size)
+    past_top, past, mixed = _mix(plan, output_ref, sums_ref, batch, index, 0, output_ref.shape[2])
+    number = _div(slot, plan.value_block) * plan.value_bytes + _rem(slot, plan.value_block)
+    kept = known[:, None] & (_rem(slot, plan.value_block) < plan.value_bytes)[None, :]
+    at = _at(decode_ref, layer, head, jnp.where(kept, number[None, :], 0), jnp.where(kept, d[:, None], 0))
+    mixed = mixed.reshape(slots, plan.rows)
+    # Four rows are fewer columns than a product takes: a second column for each, of zeros.
+    columns = jnp.stack([mixed, jnp.zeros_like(mixed)], axis=-1).reshape(slots, 2 * plan.rows)
+    product = _dot(plan, plgpu.load(at, mask=kept, other=0), columns, exact=out_ref.dtype == jnp.float32)
+    output, _ = lax.split(product.reshape(width, plan.rows, 2), (1, 1), axis=2)
     mu = plgpu.load(_at(mu_ref, layer, head, jnp.where(known, d, 0)), mask=known, other=0)
-    output = mu[:, None] * past[None, :]
-    for i, x in enumerate(planes):
-        kept = known[:, None] & (slot < plan.value_bytes)[None, :]
-        row, column = jnp.where(kept, i * plan.value_bytes + slot[None, :], 0), jnp.where(kept, d[:, None], 0)
-        output += _dot(plan, plgpu.load(_at(decode_ref, layer, head, row, column), mask=kept, other=0), x)
+    output = output.reshape(width, plan.rows) + mu[:, None] * past[None, :]
 
-    pieces = [(past_top, past, output)]
-    for split in range(plan.plain_splits):
-        maximum, total = (plgpu.load(_at(plain_sums_ref, batch, index, split, i, local)) for i in range(2))
-        pieces.append((maximum, total, plgpu.load(_at(plain_ref, batch, index, split, d[:, None], local[None, :]))))
+    def add(state, maximum, total, x):
+        top = jnp.maximum(state[0], maximum)
+        old, new = _exp2(plan, state[0] - top), _exp2(plan, maximum - top)
+        return top, state[1] * old + total * new, state[2] * old[None, :] + x * new[None, :]
+
+    def add_plain(split, state):
+        maximum, total = (plgpu.load(_at(plain_sums_ref, batch, index, split, kind, local)) for kind in range(2))
+        return add(state, maximum, total, plgpu.load(_at(plain_ref, batch, index, split, d[:, None], local[None, :])))
+
+    state = lax.fori_loop(0, plan.plain_splits, add_plain, (past_top, past, output))
     for ref in sink_refs:
         sink = plgpu.load(ref.at[query_head]) * LOG2E
-        pieces.append((sink, jnp.ones_like(sink), jnp.zeros_like(output)))
-    top = functools.reduce(jnp.maximum, [maximum for maximum, _, _ in pieces])
-    denominator, output = jnp.zeros_like(top), jnp.zeros_like(output)
-    for maximum, total, x in pieces:
-        weight = _exp2(plan, maximum - top)  # 1 where nothing was seen anywhere: then all sums are 0
-        denominator += weight * total
-        output += weight[None, :] * x
+        state = add(state, sink, jnp.ones_like(sink), 0.0)
+    _, denominator, output = state
     empty = denominator <= 0
     output = jnp.where(empty, 0.0, 1 / jnp.where(empty, 1.0, denominator))[None, :] * output
     token = jnp.where(rows.real, rows.token, plan.tokens)  # what is masked must not name a place twice: interpreter
