@@ -154,8 +154,8 @@ def _codes_record(tree: dict[str, Any]) -> CodesRecord:
 def _rotary(tree: dict[str, Any] | None) -> Rotary | None:
     if tree is None:
         return None
-    frequencies = tuple(float.fromhex(f) for f in tree["inverse_frequencies"])
-    return Rotary(**(tree | {"inverse_frequencies": frequencies}))
+    fields: dict[str, Any] = tree | {"inverse_frequencies": tuple(map(float.fromhex, tree["inverse_frequencies"]))}
+    return Rotary(**fields)
 
 
 def save(path: str | os.PathLike[str], codes: TransformCodes, manifest: Manifest) -> Manifest:

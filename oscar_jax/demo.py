@@ -130,8 +130,9 @@ def _prompt(model: LoadedModel, given: str | None, max_tokens: int) -> str:
     Raises:
         ValueError: it is empty or not valid Unicode, or does not fit the context with `max_tokens` new tokens.
     """
-    prompts = [given]
-    if given is None:
+    if given is not None:
+        prompts = [given]
+    else:
         articles = corpus.wiki_summaries("heldout")[_ARTICLES]
         prompts = [_question(articles[:count]) for count in range(len(articles), 0, -1)]
     room = model.config.max_position - max_tokens
