@@ -53,8 +53,9 @@ QUERY_COLUMNS = 64
 DEPTH = 32  # coordinates that `_prepare` contracts at a time
 MERGE = 16  # splits that `_merge` makes one of
 CHUNK = 8  # of which so many are read at a time
-PROGRAMS = 3072  # over history, about two waves on an H200: 132 multiprocessors with about 12 warps each
+WAVE = 1584  # programs over history at once on an H200: 132 multiprocessors with 12 warps each
 MULTIPROCESSORS = 96  # to share out smaller launches; an H100 has up to 132, an A100 108
+LONG = 16  # tiles that are worth a program where programs abound
 UNLIMITED = np.iinfo(np.int32).max // 2
 
 
@@ -280,13 +281,16 @@ def _plan(q, k, plain, history, page_indices, codes, tiers, spec, windowed, span
 
 
 def _span(tiles: int, bucket: int, sequences: int) -> int:
-    """Tiles of a program: as many as leave `PROGRAMS` programs; whole buckets, or an even part of one."""
-    wanted = max(1, tiles * sequences // PROGRAMS)
-    if bucket >= tiles:
-        return min(wanted, tiles)
-    if wanted >= bucket:
-        return bucket * (wanted // bucket)
-    return max(d for d in range(1, wanted + 1) if bucket % d == 0)
+    """Tiles of a program: an even part of a bucket, or whole buckets.
+
+    As many as leave several waves of programs, so that the last one weighs little, or else as few as fit into one.
+    """
+    parts = [1 << i for i in range(tiles.bit_length())] if bucket >= tiles else range(1, bucket)
+    spans = [d for d in parts if bucket >= tiles or bucket % d == 0]
+    spans += range(bucket, max(bucket, tiles) + 1, bucket)
+    programs = {span: sequences * pl.cdiv(tiles, span) for span in spans}
+    several = [span for span in spans if programs[span] >= 2.5 * WAVE and span >= LONG]
+    return max(several) if several else min((span for span in spans if programs[span] <= WAVE), default=spans[-1])
 
 
 def _turns(codes: TransformCodes, tiers: Tiers, plan: _Plan) -> tuple[np.ndarray, ...]:
