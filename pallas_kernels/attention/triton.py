@@ -430,7 +430,7 @@ def _stack_rows(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def _wrapped(x: int) -> np.int32:
     """x modulo 2^32."""
-    return np.array(x % 2**32, np.uint32).view(np.int32)[()]
+    return np.int32((x + 2**31) % 2**32 - 2**31)
 
 
 def _join_bytes(x: jax.Array) -> jax.Array:
@@ -657,7 +657,9 @@ def _attend_history(
             return plgpu.load(ref.at[tuple(jnp.broadcast_to(x, (tile,)) for x in (layer, page, head, place))])
 
         return _Tile(
-            page, place, *(read(ref) for ref in (key_scale_ref, value_scale_ref, key_offset_ref, value_offset_ref))
+            page,
+            place,
+            *(read(ref) for ref in (key_scale_ref, value_scale_ref, key_offset_ref, value_offset_ref)),  # type: ignore[arg-type]
         )
 
     def packed(ref, at: _Tile, size: int, count: int, *, tokens_last: bool):
@@ -694,7 +696,7 @@ def _attend_history(
                 x = _fma(plan, column(at.key_offset)[i], numbers.sigma[None, :], x)
             if plan.spec.softcap is not None:
                 x = plan.spec.softcap * LOG2E * jnp.tanh(x + numbers.shift[None, :])
-            logits.append(x if mask is None else jnp.where(masks[i], x, MASKED))
+            logits.append(x if mask is None else jnp.where(masks[i], x, MASKED))  # type: ignore[arg-type]
         maximum = jnp.maximum(state.maximum, jnp.max(functools.reduce(jnp.maximum, logits), axis=0))
         rescale = _exp2(plan, state.maximum - maximum)
 

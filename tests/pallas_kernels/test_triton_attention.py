@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -180,7 +181,7 @@ def test_it_is_what_runs_on_a_gpu_and_agrees_with_xla():
     codes, state = kernel_state(case)
     assert dispatch.preferred(None) == "triton"
     arguments = (state.q, state.k, state.v, state.plain, state.history)
-    options = dict(codes=codes, tiers=case.tiers, spec=case.spec, **state.arguments)
+    options: dict[str, Any] = dict(codes=codes, tiers=case.tiers, spec=case.spec, **state.arguments)
     got, xla = (np.asarray(attend(*arguments, implementation=name, **options)) for name in (None, "xla"))
     np.testing.assert_allclose(got, xla, atol=TOLERANCE[case.dtype])
     assert (got != xla).any()
