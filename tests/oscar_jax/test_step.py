@@ -73,6 +73,7 @@ def test_chunk_exact_prefill_reads_a_prompt_in_one_piece_without_loss(decoder):
         config = cache_config(CONFIG, max_length=LENGTH, tiers=TIERS, plain_dtype="float32", prefill=mode)
         step = make_step(decoder, config, codes())
         logits[mode], cache = run_in_pieces(step, prompt, [39], (40,))
+        assert cache.history is not None
         assert np.asarray(cache.history.key.slots).any()
         logits[mode, "next"] = np.asarray(step(cache, [[prompt[39]]])[0])
     positions = jnp.arange(40)[None]

@@ -266,7 +266,7 @@ def test_float64_rows_are_encoded_in_float64():
 
 def test_minmax_rounds_halves_up():
     code = transform_code("naive", head_dim=8, kv_heads=1).layer(0)
-    y = np.array([[[0, 0.5, 1, 1.5, 2, 2.5, 3, 0.49]]], np.float32)
+    y = jnp.asarray([[[0, 0.5, 1, 1.5, 2, 2.5, 3, 0.49]]], jnp.float32)
     assert np.asarray(codec.unpack(codec.quantize(code, y).slots)).ravel().tolist() == [0, 1, 1, 2, 2, 3, 3, 0]
 
 
@@ -274,13 +274,13 @@ def test_minmax_rounds_halves_up():
 @pytest.mark.parametrize("kind", ("naive", "rotation-rank"))
 def test_the_largest_rows_saturate_and_decode_finite(kind, scale_dtype):
     code = transform_code(kind, head_dim=80).layer(0)
-    encoded = codec.encode(code, np.sign(rows(80)) * np.float32(1e37), scale_dtype=scale_dtype)
+    encoded = codec.encode(code, jnp.asarray(np.sign(rows(80)) * np.float32(1e37)), scale_dtype=scale_dtype)
     assert np.abs(np.asarray(encoded.scale, np.float32)).max() <= 65536  # 65504 in the nearest bfloat16
     assert np.isfinite(np.asarray(codec.decode(code, encoded))).all()
 
 
 def test_codes_fresh_from_a_fit_may_be_closed_over_under_jit():
     codes = transform_code("levels", layers=2)
-    x = rows(64)
+    x = jnp.asarray(rows(64))
     traced = jax.jit(lambda layer: codec.encode(codes.layer(layer), x))(1)
     np.testing.assert_array_equal(traced.slots, jax.jit(codec.encode)(codes.layer(1), x).slots)
