@@ -1,0 +1,43 @@
+"""Whether Triton kernels can run where the tensors are, and how they are launched."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+
+import torch
+import triton
+from triton.runtime.interpreter import InterpretedFunction
+
+MIN_DOT = 16  # smallest extent of a `tl.dot` operand
+
+
+def unavailable(kernel) -> str | None:
+    """Why a kernel cannot run in this process; None where it can."""
+    if isinstance(kernel, InterpretedFunction):
+        return None
+    if torch.cuda.is_available():
+        return None
+    asked = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+    why = "was set after triton was imported" if asked else "is not set"
+    return f"no GPU, and TRITON_INTERPRET=1 {why}, so that Triton's CPU interpreter is off"
+
+
+def interpreted(kernel) -> bool:
+    """Whether calls run in Triton's CPU interpreter, which computes bfloat16 wrongly and without an error."""
+    return isinstance(kernel, InterpretedFunction)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silences numpy, of which Triton's interpreter is made, about rows with NaN and Inf: kernels are meant for them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=RuntimeWarning)
+        yield
+
+
+def block(size: int, least: int = 1) -> int:
+    """The power of two that holds `size`."""
+    return max(least, triton.next_power_of_2(size))
