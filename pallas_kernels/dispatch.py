@@ -12,7 +12,7 @@ from typing import Any
 _TABLE = MappingProxyType(
     {
         "attention": MappingProxyType(
-            {"triton": "pallas_kernels.attention.triton:attend", "xla": "pallas_kernels.attention.xla:attend"}
+            {"triton": "pallas_kernels.attention.gpu:attend", "xla": "pallas_kernels.attention.xla:attend"}
         )
     }
 )
