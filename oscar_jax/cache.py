@@ -2,7 +2,8 @@
 
 A step of a serving loop, for every layer: `demote` writes the history pages that the new tokens push out of the
 recent window, `attend` reads all tiers, `append` stores the new tokens plain; `advance` then counts them.
-`step_attention` strings the three together in the form a decoder calls. Every function is pure and returns a new cache;
+`step_attention` strings the three together in the form a decoder calls; `begin_step` does too, and demotes in all
+layers beforehand where one launch can. Every function is pure and returns a new cache;
 jit them with the old one donated. Which token is in which tier is derived from lengths (`pallas_kernels.tiers`) and
 never stored, so dropping the last tokens of a sequence is just a smaller length.
 """
@@ -21,10 +22,12 @@ from pallas_kernels import dispatch
 from pallas_kernels.attention import AttentionSpec, PlainTiers
 from pallas_kernels.attention import attend as attend_tiers
 from pallas_kernels.codec import SCALE_LIMIT
-from pallas_kernels.history import History, init_history, write
+from pallas_kernels.history import History, init_history
 from pallas_kernels.storage import loaded, storage_dtype, stored
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes, bits_per_element
+from pallas_kernels.write import demote as demote_tokens
+from pallas_kernels.write import demote_ahead as demote_all_layers
 
 TESTED_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 MAX_GROUP = 32  # query heads a KV head
@@ -199,40 +202,59 @@ def demote(
     counts: jax.Array,
     codes: TransformCodes,
     tiers: Tiers,
+    implementation: str | Sequence[str] | None = None,
 ) -> KVCache:
     """Writes the history pages of the tokens that leave the recent window when `counts` new tokens arrive.
 
     Args:
         k, v: `[B, T, K, D]`, the new tokens in the plain dtype; a long chunk demotes some of its own.
         layer: int32 `[]`. counts: int32 `[B]`, how many of the T are real.
+        implementation: as `CacheConfig.implementation`.
     """
     if cache.history is None:
         return cache
-    tokens, ring = k.shape[1], cache.plain.recent_k.shape[2]
-    rows = tiers.group * -(-tokens // tiers.group)
-    begin = tiers.history_end(cache.lengths - 1)
-    end = jnp.where(counts > 0, tiers.history_end(cache.lengths + counts - 1), begin)
-    positions = begin[:, None] + jnp.arange(rows)
-    valid = positions < end[:, None]
-    old = positions < cache.lengths[:, None]
-    source = jnp.where(old, positions % ring, ring + jnp.clip(positions - cache.lengths[:, None], 0, tokens - 1))
-
-    def gather(recent: jax.Array, new: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(
-            jnp.concatenate([loaded(recent[layer]), new], axis=1), source[:, :, None, None], axis=1, mode="clip"
-        )
-
-    history = write(
+    history = demote_tokens(
         cache.history,
-        gather(cache.plain.recent_k, k),
-        gather(cache.plain.recent_v, v),
+        cache.plain,
+        k,
+        v,
         layer=layer,
-        positions=positions,
-        valid=valid,
+        starts=cache.lengths,
+        counts=counts,
         page_indices=cache.page_indices,
         codes=codes,
         tiers=tiers,
+        implementation=implementation,
     )
+    return dataclasses.replace(cache, history=history)
+
+
+def demote_ahead(
+    cache: KVCache, *, tokens: int, counts: jax.Array, codes: TransformCodes, config: CacheConfig
+) -> KVCache | None:
+    """`demote` for all layers, before the first one runs; None where that must be left to `demote`.
+
+    Args:
+        tokens: T, new tokens of the step. counts: int32 `[B]`, how many of them are real.
+    """
+    if cache.history is None:
+        return cache
+    if tokens > config.tiers.recent:
+        return None
+    try:
+        history = demote_all_layers(
+            cache.history,
+            cache.plain,
+            tokens=tokens,
+            starts=cache.lengths,
+            counts=counts,
+            page_indices=cache.page_indices,
+            codes=codes,
+            tiers=config.tiers,
+            implementation=config.implementation,
+        )
+    except NotImplementedError:
+        return None
     return dataclasses.replace(cache, history=history)
 
 
@@ -307,23 +329,38 @@ def attend(
 
 
 def step_attention(
-    config: CacheConfig, codes: TransformCodes | None, counts: jax.Array
+    config: CacheConfig, codes: TransformCodes | None, counts: jax.Array, *, demoted: bool = False
 ) -> Callable[..., tuple[jax.Array, KVCache, Any]]:
     """The `attend(state, layer, q, k, v)` that a decoder calls in every layer, with the cache as its state.
 
     Args:
         counts: int32 `[B]`, how many of the step's tokens are real.
+        demoted: `demote_ahead` has written the history of this step.
     """
 
     def step(cache: KVCache, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array):
         k, v = k.astype(config.plain_dtype), v.astype(config.plain_dtype)
-        if codes is not None:
-            cache = demote(cache, k, v, layer=layer, counts=counts, codes=codes, tiers=config.tiers)
+        if codes is not None and not demoted:
+            options = {"tiers": config.tiers, "implementation": config.implementation}
+            cache = demote(cache, k, v, layer=layer, counts=counts, codes=codes, **options)
         out = attend(cache, q, k, v, layer=layer, counts=counts, codes=codes, config=config)
         cache = append(cache, k, v, layer=_after(out, layer), counts=counts, tiers=config.tiers)
         return out, cache, None
 
     return step
+
+
+def begin_step(
+    cache: KVCache, config: CacheConfig, codes: TransformCodes | None, counts: jax.Array, *, tokens: int
+) -> tuple[KVCache, Callable[..., tuple[jax.Array, KVCache, Any]]]:
+    """`step_attention` and the cache it starts from, with history written for all layers at once where that is faster.
+
+    Args:
+        tokens: T, new tokens of the step.
+    """
+    ahead = None if codes is None else demote_ahead(cache, tokens=tokens, counts=counts, codes=codes, config=config)
+    attention = step_attention(config, codes, counts, demoted=ahead is not None)
+    return (cache if ahead is None else ahead), attention
 
 
 def _after(out: jax.Array, layer: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
-from oscar_jax.cache import CacheConfig, KVCache, advance, check_cache, init_cache, step_attention
+from oscar_jax.cache import CacheConfig, KVCache, advance, begin_step, check_cache, init_cache
 from oscar_jax.models import Decoder, ModelConfig
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.tiers import Tiers
@@ -211,7 +211,8 @@ def _run(
     output: Output,
 ) -> tuple[jax.Array, KVCache]:
     positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
-    hidden, cache, _ = decoder(tokens, positions, step_attention(config, codes, counts), cache)
+    cache, attend = begin_step(cache, config, codes, counts, tokens=tokens.shape[1])
+    hidden, cache, _ = decoder(tokens, positions, attend, cache)
     cache = advance(cache, counts)
     if output == "hidden":
         return hidden, cache

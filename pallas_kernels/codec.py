@@ -111,6 +111,11 @@ def pairwise_sum(x: jax.Array) -> jax.Array:
     return x[..., 0]
 
 
+def clip_rank(ratio: float, size: int) -> int:
+    """0-based rank, ascending in magnitude, of the element that rank clipping clips to."""
+    return min(int(np.floor(ratio * size)), size - 1)
+
+
 def _rounded(product: jax.Array) -> jax.Array:
     # An identity on every finite number that compilers cannot see through: without it the product may be fused into the
     # addition that follows (one rounding instead of two), and implementations would differ.
@@ -120,7 +125,7 @@ def _rounded(product: jax.Array) -> jax.Array:
 
 def _quantize_minmax(code: TransformCode, y: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     if code.clip == "rank":
-        rank = min(int(np.floor(code.clip_ratio * y.shape[-1])), y.shape[-1] - 1)
+        rank = clip_rank(code.clip_ratio, y.shape[-1])
         threshold = jnp.sort(jnp.abs(y), axis=-1)[..., rank : rank + 1]
         y = jnp.clip(y, -threshold, threshold)
     elif code.clip == "static":

@@ -13,7 +13,14 @@ _TABLE = MappingProxyType(
     {
         "attention": MappingProxyType(
             {"triton": "pallas_kernels.attention.gpu:attend", "xla": "pallas_kernels.attention.xla:attend"}
-        )
+        ),
+        "write": MappingProxyType(
+            {"triton": "pallas_kernels.write.triton:write", "xla": "pallas_kernels.write.xla:write"}
+        ),
+        "demote": MappingProxyType(
+            {"triton": "pallas_kernels.write.triton:demote", "xla": "pallas_kernels.write.xla:demote"}
+        ),
+        "demote_ahead": MappingProxyType({"triton": "pallas_kernels.write.triton:demote_ahead"}),
     }
 )
 
@@ -71,6 +78,8 @@ def call(operation: str, implementation: str | Sequence[str] | None, *args: Any,
 def _load(operation: str, name: str) -> Callable[..., Any]:
     if name in _ABSENT:
         raise NotImplementedError(_ABSENT[name])
+    if name not in _TABLE[operation]:
+        raise NotImplementedError("has none")
     path, _, function = _TABLE[operation][name].partition(":")
     try:
         module = importlib.import_module(path)

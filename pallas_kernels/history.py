@@ -1,4 +1,4 @@
-"""INT2 history: pages of stored rows, and the write that fills them (demotion and prefill alike).
+"""INT2 history: pages of stored rows, and the buckets that keys are encoded in (`pallas_kernels.write` fills pages).
 
 A page holds `page` consecutive history tokens of one sequence, all KV heads; page i of a sequence covers positions
 `[sink + i page, sink + (i + 1) page)`. Entries of a page table past a sequence's history are never trusted.
@@ -106,38 +106,21 @@ def from_bucket(x: jax.Array, bucket: jax.Array, tables, codes: TransformCodes) 
     return rotate(x, cos, sin, pairing=codes.rotary.pairing)
 
 
-def write(
-    history: History,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    layer: jax.Array,
-    positions: jax.Array,
-    valid: jax.Array,
-    page_indices: jax.Array,
-    codes: TransformCodes,
-    tiers: Tiers,
-) -> History:
-    """Encodes rows and stores them in their pages.
+def turn_factors(codes: TransformCodes, tiers: Tiers, length: int, width: int) -> tuple[np.ndarray, ...]:
+    """Factors fp32 `[buckets, width]` of x and of its partner coordinate in `x R(-B)`; none without buckets.
 
-    Args:
-        k, v: `[B, M, K, D]` in the cache's plain dtype, after rotary positions.
-        layer: int32 `[]`.
-        positions: int32 `[B, M]`, each at least `tiers.sink` where valid.
-        valid: bool `[B, M]`; other rows are not stored, nor are positions past the page table.
-        page_indices: int32 `[B, pages of a sequence]`.
+    The origins B are those of `bucket_tables`; coordinates past the rotated ones, up to `width`, stay as they are.
     """
-    # A position past the page table has no page: it is dropped, never folded onto a live one.
-    valid = valid & (positions < tiers.sink + page_indices.shape[1] * tiers.page)
-    index = jnp.where(valid, positions - tiers.sink, 0)
-    pages = jnp.take_along_axis(page_indices, index // tiers.page, axis=1, mode="clip")
-    pages = jnp.where(valid, pages, history.key.scale.shape[1])
-    compute = jnp.promote_types(k.dtype, jnp.float32)
-    tables = bucket_tables(codes, tiers, tiers.sink + page_indices.shape[1] * tiers.page, compute)
-    k, v = k.astype(compute), v.astype(compute)
-    k = to_bucket(k, index // (codes.bucket or 1), tables, codes)
-    sides = []
-    for pool, code, rows in ((history.key, codes.key, k), (history.value, codes.value, v)):
-        encoded = codec.encode(code.layer(layer), rows, scale_dtype=codes.scale_dtype)
-        sides.append(pool.put(layer, pages, index % tiers.page, encoded))
-    return History(*sides)
+    tables = bucket_tables(codes, tiers, length, np.float32)
+    if tables is None or codes.rotary is None:
+        return ()
+    cos, sin = tables
+    size = codes.rotary.rotary_dim
+    first, second = (
+        (np.arange(0, size, 2), np.arange(1, size, 2))
+        if codes.rotary.pairing == "interleaved"
+        else (np.arange(size // 2), np.arange(size // 2, size))
+    )
+    own, partner = np.ones((len(cos), width), np.float32), np.zeros((len(cos), width), np.float32)
+    own[:, first], own[:, second], partner[:, first], partner[:, second] = cos, cos, sin, -sin
+    return own, partner

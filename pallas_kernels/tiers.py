@@ -55,6 +55,15 @@ class Tiers:
             whole = excess // self.group
         return self.sink + self.group * whole
 
+    def demoted(self, starts: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Positions `begin .. end - 1` that leave the recent window when `counts` tokens join `starts` stored ones."""
+        begin = self.history_end(starts - 1)
+        return begin, jnp.where(counts > 0, self.history_end(starts + counts - 1), begin)
+
+    def demoted_rows(self, tokens: int) -> int:
+        """Most positions of a sequence that a call of `tokens` new ones demotes."""
+        return self.group * -(-tokens // self.group)
+
     def plain_tokens(self, length: int) -> int:
         """Tokens of a sequence of `length` that are held plain (sinks and recents)."""
         return length - self.history_tokens(length)

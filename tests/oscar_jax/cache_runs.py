@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from oscar_jax.cache import CacheConfig, KVCache, advance, init_cache, step_attention
+from oscar_jax.cache import CacheConfig, KVCache, advance, begin_step, init_cache
 from pallas_kernels import codec
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.history import History
@@ -64,7 +64,7 @@ class Tokens:
 )  # fmt: skip
 def step(cache: KVCache, codes, q, k, v, counts, *, config: CacheConfig):
     """All layers of one step, as a decoder runs them: a scan with the cache in its carry. Returns outputs and cache."""
-    attend = step_attention(config, codes, counts)
+    cache, attend = begin_step(cache, config, codes, counts, tokens=q.shape[2])
 
     def layer(cache, inputs):
         out, cache, _ = attend(cache, *inputs)

@@ -1,0 +1,152 @@
+"""The calls that write history, and their dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+
+from pallas_kernels import dispatch
+from pallas_kernels.attention.api import PlainTiers
+from pallas_kernels.history import History
+from pallas_kernels.tiers import Tiers
+from pallas_kernels.transform_code import TransformCodes
+
+Implementation = str | Sequence[str] | None
+
+
+def write(
+    history: History,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    layer: jax.Array,
+    positions: jax.Array,
+    valid: jax.Array,
+    page_indices: jax.Array,
+    codes: TransformCodes,
+    tiers: Tiers,
+    implementation: Implementation = None,
+) -> History:
+    """Encodes rows and stores them in their pages.
+
+    Args:
+        history: in place where it is donated.
+        k, v: `[B, M, K, D]` in the cache's plain dtype, after rotary positions.
+        layer: int32 `[]`.
+        positions: int32 `[B, M]`, each at least `tiers.sink` where valid.
+        valid: bool `[B, M]`; other rows are not stored, nor are positions past the page table or with a page id that
+            the pool has not.
+        page_indices: int32 `[B, pages of a sequence]`.
+        implementation: a name, a sequence of names tried in order, or None for the best one here.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        NotImplementedError: no implementation takes this case; every reason is listed.
+    """
+    if k.shape != v.shape or k.ndim != 4 or k.shape[2:] != (codes.kv_heads, codes.head_dim):
+        raise ValueError(
+            f"k {k.shape}, v {v.shape}: expected both [B, M, {codes.kv_heads}, {codes.head_dim}], as the codes are."
+        )
+    if positions.shape != k.shape[:2] or valid.shape != k.shape[:2]:
+        raise ValueError(f"positions {positions.shape}, valid {valid.shape}: expected {k.shape[:2]}, one for each row.")
+    return dispatch.call(
+        "write",
+        implementation,
+        history,
+        k,
+        v,
+        layer=layer,
+        positions=positions,
+        valid=valid,
+        page_indices=page_indices,
+        codes=codes,
+        tiers=tiers,
+    )
+
+
+def demote(
+    history: History,
+    plain: PlainTiers,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    layer: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+    page_indices: jax.Array,
+    codes: TransformCodes,
+    tiers: Tiers,
+    implementation: Implementation = None,
+) -> History:
+    """Writes, in one layer, the tokens that leave the recent window when `counts` new tokens arrive.
+
+    Args:
+        history: in place where it is donated.
+        plain: the plain tiers before the new tokens are stored.
+        k, v: `[B, T, K, D]`, the new tokens in the plain dtype; a long chunk demotes some of its own.
+        layer: int32 `[]`.
+        starts: int32 `[B]`, stored tokens before this call. counts: int32 `[B]`, how many of the T new ones are real.
+        page_indices, implementation: as for `write`.
+
+    Raises:
+        NotImplementedError: no implementation takes this case; every reason is listed.
+    """
+    return dispatch.call(
+        "demote",
+        implementation,
+        history,
+        plain,
+        k,
+        v,
+        layer=layer,
+        starts=starts,
+        counts=counts,
+        page_indices=page_indices,
+        codes=codes,
+        tiers=tiers,
+    )
+
+
+def demote_ahead(
+    history: History,
+    plain: PlainTiers,
+    *,
+    tokens: int,
+    starts: jax.Array,
+    counts: jax.Array,
+    page_indices: jax.Array,
+    codes: TransformCodes,
+    tiers: Tiers,
+    implementation: Implementation = None,
+) -> History:
+    """`demote` in all layers at once, before the first of them runs.
+
+    At most `tiers.recent` new tokens push out only tokens that lie in the ring, so this needs nothing of the step but
+    its size.
+
+    Args:
+        tokens: T, at most `tiers.recent`.
+        The rest as for `demote`.
+
+    Raises:
+        ValueError: more tokens.
+        NotImplementedError: no implementation writes all layers at once here; `demote` does layer by layer.
+    """
+    if tokens > tiers.recent:
+        raise ValueError(
+            f"tokens={tokens}: expected at most recent={tiers.recent}; a longer chunk demotes tokens of its own, "
+            "with demote in every layer."
+        )
+    return dispatch.call(
+        "demote_ahead",
+        implementation,
+        history,
+        plain,
+        tokens=tokens,
+        starts=starts,
+        counts=counts,
+        page_indices=page_indices,
+        codes=codes,
+        tiers=tiers,
+    )
