@@ -108,7 +108,7 @@ def _sequence(side, new, start, cache: LayerCache, codes: TransformCodes, b: int
     plain = torch.zeros(total, *new.shape[1:], dtype=dtype, device=new.device)
     held = min(start, tiers.sink)
     plain[:held] = sink[:held].to(dtype)
-    recents = torch.arange(max(tiers.sink, start - ring), start, device=new.device)
+    recents = torch.arange(min(start, max(tiers.sink, start - ring)), start, device=new.device)
     plain[recents] = recent[recents % ring].to(dtype)
     plain[start:] = new.to(dtype)
     decoded = torch.zeros_like(plain)

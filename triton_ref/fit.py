@@ -1,4 +1,4 @@
-"""From moments to transform codes, float64: the recipes `oscar-reference`, `oscar-head` and `default`."""
+"""From moments to transform codes, float64: the recipes `oscar-reference`, `oscar-head`, `default`, `default-feedback`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ STEPS = {6: 0.104, 4: 0.335, 2: 0.996}
 VARIANCE_FLOOR = 1e-8
 RIDGE = 1e-3
 VALUE_STEP, VALUE_GAIN = 0.98, 1.06
+FEEDBACK_VALUE_STEP, FEEDBACK_VALUE_GAIN, DAMPING = 1.0, 1.03, 0.01
 
 Sums = dict[str, torch.Tensor]
 
@@ -38,12 +39,13 @@ class Statistics(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """M, A `[D, D]`, bits, weight `[D]` of one head."""
+    """M, A `[D, D]`, bits, weight `[D]` and the damped `A C A^T` `[D, D]` of one head."""
 
     encode: torch.Tensor
     inverse: torch.Tensor
     bits: torch.Tensor
     weight: torch.Tensor
+    metric: torch.Tensor
 
 
 def reference_targets(first: Sums, second: Sums, *, groups: int, per_layer: bool) -> Targets:
@@ -92,16 +94,16 @@ def default_statistics(
 
 
 def default(
-    key: Statistics, value: Statistics, *, rotary: Rotary | None, bucket: int | None, slots: int | None = None
+    key: Statistics, value: Statistics, *, rotary: Rotary | None, bucket: int | None, feedback: bool = False
 ) -> TransformCodes:
-    """Balanced bit planes for keys, two bits of the balanced frame for values."""
+    """Balanced bit planes for keys, two bits of the balanced frame for values; optionally with error feedback."""
     dim = key.mean.shape[-1]
-    key_code = _levels(key, lambda spectrum: allocate(spectrum, slots or dim), slots or dim, is_key=True)
-    value_code = _levels(value, lambda spectrum: torch.full((dim,), 2), dim, is_key=False)
+    key_code = _levels(key, lambda spectrum: allocate(spectrum, dim), is_key=True, feedback=feedback)
+    value_code = _levels(value, lambda spectrum: torch.full((dim,), 2), is_key=False, feedback=feedback)
     return TransformCodes(key_code, value_code, rotary, bucket if rotary is not None else None)
 
 
-def balanced(covariance: torch.Tensor, metric: torch.Tensor, bits_of, *, metric_weights: bool) -> Frame:
+def balanced(covariance: torch.Tensor, metric: torch.Tensor, bits_of, *, metric_weights: bool, damping: float = 0.0) -> Frame:
     """One head: `M = P^1/2 U Q / rms`, `A = rms Q^T U^T P^-1/2`, Q mixing each class of equal bits."""
     half, inverse_half = linalg.balance(covariance, metric, RIDGE)
     spectrum, vectors = linalg.eigh(half @ covariance @ half)
@@ -120,8 +122,12 @@ def balanced(covariance: torch.Tensor, metric: torch.Tensor, bits_of, *, metric_
         encode[:, columns] = half @ vectors[:, columns] @ mixed / rms
         inverse[columns] = (inverse_half @ vectors[:, columns] @ mixed * rms).mT
         start += size
-    weight = (inverse @ metric @ inverse.mT).diagonal() if metric_weights else torch.ones(len(bits)).double()
-    return Frame(encode, inverse, bits, torch.where(bits > 0, weight, 0))
+    kept, hessian = bits > 0, inverse @ metric @ inverse.mT
+    hessian = (hessian + hessian.mT) / 2
+    weight = hessian.diagonal() if metric_weights else torch.ones(len(bits)).double()
+    # A dropped coordinate gets the identity's row: the matrix stays invertible and couples it to nothing.
+    damped = hessian + torch.diag(torch.where(kept, damping * hessian.diagonal(), 1.0))
+    return Frame(encode, inverse, bits, torch.where(kept, weight, 0), damped)
 
 
 def allocate(spectrum: torch.Tensor, slots: int) -> torch.Tensor:
@@ -143,24 +149,26 @@ def allocate(spectrum: torch.Tensor, slots: int) -> torch.Tensor:
     return torch.nn.functional.pad(kept, (0, dim - len(kept)))
 
 
-def _levels(statistics: Statistics, bits_of, slots: int, *, is_key: bool) -> TransformCode:
+def _levels(statistics: Statistics, bits_of, *, is_key: bool, feedback: bool) -> TransformCode:
     lead, dim = statistics.mean.shape[:-1], statistics.mean.shape[-1]
     flat = [x.reshape(-1, dim, dim) for x in (statistics.covariance, statistics.metric)]
-    frames = [balanced(s, c, bits_of, metric_weights=is_key) for s, c in zip(*flat, strict=True)]
-    encode, inverse, bits, weight = (torch.stack(x).unflatten(0, lead) for x in zip(*frames, strict=True))
+    damping = DAMPING if feedback else 0.0
+    frames = [balanced(s, c, bits_of, metric_weights=is_key, damping=damping) for s, c in zip(*flat, strict=True)]
+    encode, inverse, bits, weight, metric = (torch.stack(x).unflatten(0, lead) for x in zip(*frames, strict=True))
+    step, gain = (FEEDBACK_VALUE_STEP, FEEDBACK_VALUE_GAIN) if feedback else (VALUE_STEP, VALUE_GAIN)
     delta = torch.ones(bits.shape).double()
-    for width, step in (STEPS if is_key else {2: VALUE_STEP}).items():
-        delta[bits == width] = step
-    order = torch.arange(slots).expand(*lead, slots).clone()
+    for width, size in (STEPS if is_key else {2: step}).items():
+        delta[bits == width] = size
+    order = torch.arange(dim).expand(*lead, dim).clone()
     code = TransformCode(
         mu=statistics.mean.float(), encode=encode.float(), bits=bits.to(torch.int32), delta=delta.float(),
-        weight=weight.float(), gain=torch.full(lead, 1.0 if is_key else VALUE_GAIN), slot_order=order,
-        decode=torch.empty(0), clip_threshold=None, metric=None, kind="levels",
+        weight=weight.float(), gain=torch.full(lead, 1.0 if is_key else gain), slot_order=order,
+        decode=torch.empty(0), clip_threshold=None, metric=metric.float() if feedback else None, kind="levels",
     )  # fmt: skip
     owner, shift = code.slot_tables()
     if is_key:
         heaviness = _power_of(shift) * torch.gather(delta * weight.clamp(min=0).sqrt(), -1, owner)
-        order = heaviness.argsort(-1, stable=True)
+        order = heaviness.argsort(dim=-1, stable=True)
         owner, shift = torch.gather(owner, -1, order), torch.gather(shift, -1, order)
     factor = _power_of(shift) * torch.gather(delta, -1, owner)
     rows = torch.gather(inverse, -2, owner[..., None].expand(*owner.shape, dim))

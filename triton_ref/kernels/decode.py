@@ -71,9 +71,7 @@ def history_kernel(
     position = start + row % TOKENS
     row_end = _history_end(position, SINK, RECENT, GROUP) - SINK
     last = tl.where(count > 0, _history_end(start + count - 1, SINK, RECENT, GROUP) - SINK, 0)
-    first = tl.maximum(start - WINDOW + 1 - SINK, 0) // TILE * TILE
-    begin = tl.maximum(split * SPAN, first)
-    stop = tl.minimum((split + 1) * SPAN, last)
+    first = start - WINDOW + 1 - SINK  # what no query of the call sees lies below
 
     jk, jv = tl.arange(0, BLOCK_KEY), tl.arange(0, BLOCK_VALUE)
     at = b * KV_HEADS + head
@@ -86,55 +84,58 @@ def history_kernel(
     output2 = output0
     output3 = output0
 
-    for tile in range(begin, stop, TILE):
-        index = tile + tl.arange(0, TILE)
-        inside = index < last
-        page = tl.load(table_ptr + b * ENTRIES + index // PAGE, mask=inside, other=0)
-        page = tl.minimum(tl.maximum(page, 0), POOL - 1).to(tl.int64)
-        stored = (page * KV_HEADS + head) * PAGE + index % PAGE
-        bucket = at * BUCKETS + tile // BUCKET
+    # A span that no query sees leaves its partial empty.
+    if (split * SPAN < last) & ((split + 1) * SPAN > first):
+        for step in range(0, SPAN, TILE):  # of constant length: Triton's interpreter takes no other with numpy 2.4
+            tile = split * SPAN + step
+            index = tile + tl.arange(0, TILE)
+            inside = (index < last) & (index >= first)
+            page = tl.load(table_ptr + b * ENTRIES + index // PAGE, mask=inside, other=0)
+            page = tl.minimum(tl.maximum(page, 0), POOL - 1).to(tl.int64)
+            stored = (page * KV_HEADS + head) * PAGE + index % PAGE
+            bucket = at * BUCKETS + tl.minimum(tile // BUCKET, BUCKETS - 1)
 
-        key_mask = inside[None, :] & (jk < KEY_QUARTER)[:, None]
-        byte = tl.load(key_ptr + stored[None, :] * KEY_QUARTER + jk[:, None], mask=key_mask, other=0)
-        product = tl.full((ROWS, TILE), 0.0, tl.float32)
-        for i in tl.static_range(4):
-            place = (bucket * ROWS + row[:, None]) * (4 * KEY_QUARTER) + i * KEY_QUARTER + jk[None, :]
-            query = tl.load(query_ptr + place, mask=(jk < KEY_QUARTER)[None, :], other=0.0)
-            product += tl.dot(query, _plane(byte, i, dtype), input_precision="ieee")
-        key_scale = tl.load(key_scale_ptr + stored, mask=inside, other=0.0).to(tl.float32)
-        if KEY_OFFSET:
-            key_offset = tl.load(key_offset_ptr + stored, mask=inside, other=0.0).to(tl.float32)
-        else:
-            key_offset = IMPLIED_OFFSET * key_scale
-        sums = tl.load(sums_ptr + bucket * ROWS + row)
-        constant = tl.load(constant_ptr + bucket * ROWS + row)
-        logits = key_scale[None, :] * product + key_offset[None, :] * sums[:, None] + constant[:, None]
-        logits = _cap(logits, SOFTCAP)
+            key_mask = inside[None, :] & (jk < KEY_QUARTER)[:, None]
+            byte = tl.load(key_ptr + stored[None, :] * KEY_QUARTER + jk[:, None], mask=key_mask, other=0)
+            product = tl.full((ROWS, TILE), 0.0, tl.float32)
+            for i in tl.static_range(4):
+                place = (bucket * ROWS + row[:, None]) * (4 * KEY_QUARTER) + i * KEY_QUARTER + jk[None, :]
+                query = tl.load(query_ptr + place, mask=(jk < KEY_QUARTER)[None, :], other=0.0)
+                product += tl.dot(query, _plane(byte, i, dtype), input_precision="ieee")
+            key_scale = tl.load(key_scale_ptr + stored, mask=inside, other=0.0).to(tl.float32)
+            if KEY_OFFSET:
+                key_offset = tl.load(key_offset_ptr + stored, mask=inside, other=0.0).to(tl.float32)
+            else:
+                key_offset = IMPLIED_OFFSET * key_scale
+            sums = tl.load(sums_ptr + bucket * ROWS + row)
+            constant = tl.load(constant_ptr + bucket * ROWS + row)
+            logits = key_scale[None, :] * product + key_offset[None, :] * sums[:, None] + constant[:, None]
+            logits = _cap(logits, SOFTCAP)
 
-        seen = inside[None, :] & (index[None, :] < row_end[:, None])
-        seen = seen & (index[None, :] + SINK > position[:, None] - WINDOW)
-        logits = tl.where(seen, logits, MASKED)
-        higher = tl.maximum(maximum, tl.max(logits, axis=1))
-        probability = tl.where(seen, tl.exp(logits - higher[:, None]), 0.0)
-        rescale = tl.exp(maximum - higher)
-        maximum = higher
-        total = total * rescale + tl.sum(probability, axis=1)
+            seen = inside[None, :] & (index[None, :] < row_end[:, None])
+            seen = seen & (index[None, :] + SINK > position[:, None] - WINDOW)
+            logits = tl.where(seen, logits, MASKED)
+            higher = tl.maximum(maximum, tl.max(logits, axis=1))
+            probability = tl.where(seen, tl.exp(logits - higher[:, None]), 0.0)
+            rescale = tl.exp(maximum - higher)
+            maximum = higher
+            total = total * rescale + tl.sum(probability, axis=1)
 
-        value_scale = tl.load(value_scale_ptr + stored, mask=inside, other=0.0).to(tl.float32)
-        weight = (probability * value_scale[None, :]).to(dtype)
-        if VALUE_OFFSET:
-            value_offset = tl.load(value_offset_ptr + stored, mask=inside, other=0.0).to(tl.float32)
-            offset = tl.sum(probability * value_offset[None, :], axis=1)
-        else:
-            # Of the rounded weights, so that their rounding cancels as it does in `scale (c - 1.5)`.
-            offset = IMPLIED_OFFSET * tl.sum(weight.to(tl.float32), axis=1)
-        offsets = offsets * rescale + offset
-        value_mask = inside[:, None] & (jv < VALUE_QUARTER)[None, :]
-        byte = tl.load(value_ptr + stored[:, None] * VALUE_QUARTER + jv[None, :], mask=value_mask, other=0)
-        output0 = output0 * rescale[:, None] + tl.dot(weight, _plane(byte, 0, dtype), input_precision="ieee")
-        output1 = output1 * rescale[:, None] + tl.dot(weight, _plane(byte, 1, dtype), input_precision="ieee")
-        output2 = output2 * rescale[:, None] + tl.dot(weight, _plane(byte, 2, dtype), input_precision="ieee")
-        output3 = output3 * rescale[:, None] + tl.dot(weight, _plane(byte, 3, dtype), input_precision="ieee")
+            value_scale = tl.load(value_scale_ptr + stored, mask=inside, other=0.0).to(tl.float32)
+            weight = (probability * value_scale[None, :]).to(dtype)
+            if VALUE_OFFSET:
+                value_offset = tl.load(value_offset_ptr + stored, mask=inside, other=0.0).to(tl.float32)
+                offset = tl.sum(probability * value_offset[None, :], axis=1)
+            else:
+                # Of the rounded weights, so that their rounding cancels as it does in `scale (c - 1.5)`.
+                offset = IMPLIED_OFFSET * tl.sum(weight.to(tl.float32), axis=1)
+            offsets = offsets * rescale + offset
+            value_mask = inside[:, None] & (jv < VALUE_QUARTER)[None, :]
+            byte = tl.load(value_ptr + stored[:, None] * VALUE_QUARTER + jv[None, :], mask=value_mask, other=0)
+            output0 = output0 * rescale[:, None] + tl.dot(weight, _plane(byte, 0, dtype), input_precision="ieee")
+            output1 = output1 * rescale[:, None] + tl.dot(weight, _plane(byte, 1, dtype), input_precision="ieee")
+            output2 = output2 * rescale[:, None] + tl.dot(weight, _plane(byte, 2, dtype), input_precision="ieee")
+            output3 = output3 * rescale[:, None] + tl.dot(weight, _plane(byte, 3, dtype), input_precision="ieee")
 
     partial = at * SPLITS + split
     target = output_ptr + (partial * ROWS + row[:, None]) * (4 * VALUE_QUARTER) + jv[None, :]
@@ -172,8 +173,8 @@ def plain_kernel(
     total = tl.full((ROWS,), 0.0, tl.float32)
     output = tl.full((ROWS, BLOCK_D), 0.0, tl.float32)
 
-    for tile in range(split * SPAN, (split + 1) * SPAN, TILE):
-        index = tile + tl.arange(0, TILE)
+    for step in range(0, SPAN, TILE):
+        index = split * SPAN + step + tl.arange(0, TILE)
         place, new = index - SINK, index - SINK - RING
         in_sink = (index < SINK) & (index < start)
         # Twice, since the remainder of a negative number is negative.
@@ -254,14 +255,14 @@ def attend(
     call: Call,
     *,
     tiers: Tiers,
-    span: int = SPAN,
+    span: int | None = None,
 ) -> torch.Tensor:
     """`triton_ref.cache.attend` on kernels: q `[B, T, N, D]`, k, v `[B, T, K, D]` to `[B, T, N, D]` in q's dtype.
 
     Products are taken in q's dtype (fp32 exactly, never TF32), sums in fp32.
 
     Args:
-        span: tokens of history that one program reads, a multiple of 64.
+        span: tokens of history that one program reads, a multiple of 64; None for a good number here.
 
     Raises:
         NotImplementedError: a bucket that is no multiple of 16, or bf16 in Triton's interpreter, which computes it wrongly.
@@ -292,7 +293,7 @@ def prepare(q: torch.Tensor, codes: TransformCodes, call: Call, *, tiers: Tiers,
     buckets = 1 if codes.bucket is None else -(-capacity // codes.bucket)
     origins = tiers.sink + (codes.bucket or 0) * torch.arange(buckets, device=q.device)
     relative = rows[:, :, None].expand(-1, -1, buckets, -1, -1)
-    relative = codes.turn(relative, -origins[:, None].expand(buckets, rows.shape[2]))
+    relative = codes.turn(relative, -origins)
     with codec.full_precision():
         queries = torch.einsum("bkurd,knd->bkurn", relative, codes.key.decode.float()).to(q.dtype)
         constants = torch.einsum("bkurd,kd->bkur", relative, codes.key.mu.float())
@@ -301,7 +302,7 @@ def prepare(q: torch.Tensor, codes: TransformCodes, call: Call, *, tiers: Tiers,
 
 
 def attend_history(
-    prepared: Prepared, cache: LayerCache, codes: TransformCodes, call: Call, *, tiers: Tiers, tokens: int, span: int
+    prepared: Prepared, cache: LayerCache, codes: TransformCodes, call: Call, *, tiers: Tiers, tokens: int, span: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Partial outputs in slots, f32 `[B, K, splits, R, N_v]`, and maxima and sums `[B, K, splits, 2, R]`."""
     arrays, splits, constants = history_arguments(
@@ -315,11 +316,12 @@ def attend_history(
 
 
 def history_arguments(
-    prepared: Prepared, cache: LayerCache, codes: TransformCodes, call: Call, *, tiers: Tiers, tokens: int, span: int
+    prepared: Prepared, cache: LayerCache, codes: TransformCodes, call: Call, *, tiers: Tiers, tokens: int, span: int | None
 ):
     """Input arrays of `history_kernel` in order, the number of splits, and its constants."""
     bucket = codes.bucket or 1 << 30
     tile = min(TILE, bucket & -bucket)
+    span = span or (TILE if interpreted(history_kernel) else SPAN)
     if tile < MIN_DOT or span % TILE:
         raise NotImplementedError(f"bucket={codes.bucket}, span={span}: multiples of {MIN_DOT} and {TILE} are built")
     batch, kv_heads, buckets, rows, slots = prepared.queries.shape
