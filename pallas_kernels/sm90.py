@@ -1,9 +1,11 @@
 """What Pallas' Triton kernels cost on Hopper, found without a GPU: registers, spills, stack, shared memory.
 
-`python -m pallas_kernels.sm90 --shape 16,65536,32,8,128,1` lowers decode attention for a GPU that is not there, takes
-the Triton IR out of the lowered module and compiles it with PyPI's Triton and the ptxas that comes with it. XLA bundles
-a Triton of its own, so numbers on the device differ a little; spills here are spills there. Any jitted function will
-do: `compiled(kernel) for kernel in kernels(lower(function, *arguments))`.
+`python -m pallas_kernels.sm90 --shape 16,65536,32,8,128,1` lowers decode attention for a GPU that is not there and
+compiles the Triton IR of the lowered module with PyPI's Triton and the ptxas that comes with it. `--xla` compiles with
+XLA instead, which has a Triton and LLVM passes of its own: slower, needs the `cuda13` extra (still no GPU), and gives
+the registers that the device's profiler shows, where PyPI's Triton may be far off (97 registers for 163).
+
+Any jitted function will do: `[compiled(kernel) for kernel in kernels(lower(function, *arguments))]`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 ARCHITECTURE = 90
 TARGETS = ("__gpu$xla.gpu.triton", "xla.gpu.triton")
@@ -26,6 +28,24 @@ TARGETS = ("__gpu$xla.gpu.triton", "xla.gpu.triton")
 REGISTERS, REGISTER_UNIT = 65536, 256  # 32-bit registers; a warp takes a multiple of the unit
 WARPS, PROGRAMS = 64, 32
 SHARED, SHARED_RESERVED = 228 * 1024, 1024  # bytes; what every program takes on top of its own
+# XLA's GpuTargetConfigProto of an H200, what compilation asks of it.
+TARGET = """
+platform_name: "CUDA"
+device_description_str: "NVIDIA H200"
+dnn_version_info { major: 9 minor: 10 }
+gpu_device_info {
+  name: "NVIDIA H200" device_vendor: "NVIDIA Corporation"
+  platform_version: "Compute Capability 9.0a"
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.10.0"
+  device_address_bits: 64 core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 device_memory_size: 151397597184
+}
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +68,7 @@ class Usage:
     spill_stores: int
     spill_loads: int
     stack: int
-    shared: int
+    shared: int | None  # None: XLA does not tell
     ptx: str
     cubin: bytes
 
@@ -61,19 +81,31 @@ class Usage:
         """Warps that one multiprocessor holds at a time, at most 64."""
         warps = self.kernel.warps
         registers = warps * -(-32 * self.registers // REGISTER_UNIT) * REGISTER_UNIT
-        shared = self.shared + SHARED_RESERVED
+        shared = (self.shared or 0) + SHARED_RESERVED
         return warps * min(REGISTERS // registers, WARPS // warps, PROGRAMS, SHARED // shared)
 
 
-def lower(function: Callable[..., Any], *arguments: Any) -> jax.stages.Lowered:
+def lower(
+    function: Callable[..., Any], *arguments: Any, sharding: jax.sharding.Sharding | None = None
+) -> jax.stages.Lowered:
     """Lowers a function, jitted or not, for an H200 that need not be there.
 
     Args:
         arguments: arrays or `jax.ShapeDtypeStruct`s, in pytrees.
+        sharding: `absent_gpu()` if XLA is to compile it.
     """
     device = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=None)
+    jitted = jax.jit(function) if sharding is None else jax.jit(function, in_shardings=sharding, out_shardings=sharding)
     with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
-        return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+        return jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
+
+
+def absent_gpu() -> NamedSharding:
+    """Everything on one H200 that XLA compiles for without having it; needs the CUDA plugin of jax."""
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc("", "cuda", target_config=TARGET, topology="1x1x1")
+    return NamedSharding(Mesh(topology.devices, ("x",)), PartitionSpec())
 
 
 def kernels(lowered: jax.stages.Lowered) -> list[Kernel]:
@@ -145,21 +177,52 @@ def compiled(kernel: Kernel) -> Usage:
     backend.add_stages(stages, options, Language.TRITON)
     metadata: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        source, ptx, cubin = (Path(folder) / f"kernel.{suffix}" for suffix in ("ttir", "ptx", "cubin"))
+        source = Path(folder) / "kernel.ttir"
         source.write_text(text(kernel))
         module = ir.parse_mlir_module(str(source), context)
-        module.context = context
-        for stage in ("ttir", "ttgir", "llir", "ptx"):
-            module = stages[stage](module, metadata)
-        ptx.write_text(module)
-        done = subprocess.run(
-            [knobs.nvidia.ptxas.path, "-v", "--fmad=false", f"--gpu-name=sm_{ARCHITECTURE}a", ptx, "-o", cubin],
-            capture_output=True,
-            text=True,
-        )
+    module.context = context
+    for stage in ("ttir", "ttgir", "llir", "ptx"):
+        module = stages[stage](module, metadata)
+    return _assembled(kernel, module, metadata["shared"], knobs.nvidia.ptxas.path)
+
+
+def compiled_by_xla(lowered: jax.stages.Lowered) -> list[Usage]:
+    """Compiles the kernels of a function that was lowered for `absent_gpu()`; an order of its own.
+
+    Raises:
+        RuntimeError: XLA or ptxas cannot; in their words.
+    """
+    named = {kernel.name: kernel for kernel in kernels(lowered)}
+    with tempfile.TemporaryDirectory() as folder:
+        lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"})
+        files = sorted(Path(folder).glob("*.ptx"), key=lambda path: int(path.stem.rpartition(".")[2]))
+        sources = [path.read_text() for path in files]
+    usages = []
+    for source in sources:
+        entry = re.search(r"\.entry (\w+)", source)
+        if entry is not None:  # XLA numbers kernels of one name
+            kernel = max((x for x in named.values() if entry[1].startswith(x.name)), key=lambda x: len(x.name))
+            usages.append(_assembled(dataclasses.replace(kernel, name=entry[1]), source, None, _ptxas()))
+    return usages
+
+
+def _ptxas() -> Path:
+    """The assembler of the CUDA toolkit that XLA uses: PTX of a later version than Triton's own would be refused."""
+    import nvidia
+
+    return next(path for root in nvidia.__path__ for path in Path(root).glob("cu*/bin/ptxas"))
+
+
+def _assembled(kernel: Kernel, ptx: str, shared: int | None, ptxas: str | Path) -> Usage:
+    with tempfile.TemporaryDirectory() as folder:
+        source, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        source.write_text(ptx)
+        # XLA compiles without contracting multiplications and additions.
+        command = [ptxas, "-v", "--fmad=false", f"--gpu-name=sm_{ARCHITECTURE}a", source, "-o", cubin]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"ptxas on {kernel.name}: {done.stderr.strip()}")
-        return Usage(kernel, *_ptxas_numbers(done.stderr), metadata["shared"], module, cubin.read_bytes())
+        return Usage(kernel, *_ptxas_numbers(done.stderr), shared, ptx, cubin.read_bytes())
 
 
 def _ptxas_numbers(log: str) -> tuple[int, int, int, int]:
@@ -188,8 +251,8 @@ def instructions(code: str) -> int:
     return len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.MULTILINE))
 
 
-def decode(shape: Any) -> jax.stages.Lowered:
-    """Decode attention of a shape of the benchmark, lowered from shapes alone."""
+def decode(shape: Any, sharding: jax.sharding.Sharding | None = None) -> jax.stages.Lowered:
+    """Decode attention of a shape of the benchmark, lowered from shapes alone; `sharding` as in `lower`."""
     from pallas_kernels.attention import benchmark
 
     static: list[benchmark.Workload] = []
@@ -202,7 +265,7 @@ def decode(shape: Any) -> jax.stages.Lowered:
         [work] = static
         return benchmark.attend(q, k, v, plain, history, codes=codes, tiers=work.tiers, spec=work.spec, **lengths)
 
-    return lower(call, *jax.eval_shape(arguments))
+    return lower(call, *jax.eval_shape(arguments), sharding=sharding)
 
 
 def _shape(text: str) -> Any:
@@ -226,25 +289,32 @@ def main() -> None:
     )
     parser.add_argument("--kernel", default="", help="only kernels whose name contains this")
     parser.add_argument("--dump", type=Path, metavar="DIR", help="write each kernel's PTX and machine code here")
+    parser.add_argument("--xla", action="store_true", help="compile with XLA: exact, slower")
     options = parser.parse_args()
     print(f"{'kernel':24} {'grid':>15} warps registers spills stack shared resident instructions")
     for shape in options.shape or SHAPES:
         print(" ".join(f"{name}={value}" for name, value in dataclasses.asdict(shape).items()), flush=True)
-        for i, kernel in enumerate(kernels(decode(shape))):
-            if options.kernel not in kernel.name:
-                continue
-            usage = compiled(kernel)
-            code = sass(usage)
-            print(
-                f"{kernel.name:24} {'x'.join(map(str, kernel.grid)):>15} {kernel.warps:5} {usage.registers:9} "
-                f"{usage.spills:6} {usage.stack:5} {usage.shared:6} {usage.resident_warps:8} {instructions(code):12}",
-                flush=True,
-            )
-            if options.dump:
-                options.dump.mkdir(parents=True, exist_ok=True)
-                stem = f"{shape.batch}x{shape.context}-{i}{kernel.name}"
-                (options.dump / f"{stem}.ptx").write_text(usage.ptx)
-                (options.dump / f"{stem}.sass").write_text(code)
+        if options.xla:
+            usages = iter(compiled_by_xla(decode(shape, absent_gpu())))
+        else:
+            usages = (compiled(kernel) for kernel in kernels(decode(shape)) if options.kernel in kernel.name)
+        for i, usage in enumerate(usages):
+            if options.kernel in usage.kernel.name:
+                code = sass(usage)
+                print(_line(usage, instructions(code)), flush=True)
+                if options.dump:
+                    options.dump.mkdir(parents=True, exist_ok=True)
+                    stem = f"{shape.batch}x{shape.context}-{i}-{usage.kernel.name}"
+                    (options.dump / f"{stem}.ptx").write_text(usage.ptx)
+                    (options.dump / f"{stem}.sass").write_text(code)
+
+
+def _line(usage: Usage, count: int) -> str:
+    kernel, shared = usage.kernel, "-" if usage.shared is None else usage.shared
+    return (
+        f"{kernel.name:24} {'x'.join(map(str, kernel.grid)):>15} {kernel.warps:5} {usage.registers:9} "
+        f"{usage.spills:6} {usage.stack:5} {shared:>6} {usage.resident_warps:8} {count:12}"
+    )
 
 
 if __name__ == "__main__":
