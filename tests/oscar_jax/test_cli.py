@@ -234,8 +234,9 @@ def test_handlers_exit_code_is_passed_on(handler):
 
 
 INTERRUPTED = """
-import sys, time, types
+import signal, sys, time, types
 from oscar_jax import cli
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would its child
 module = types.ModuleType("slow_handler")
 def run(args):
     print("started", flush=True)
