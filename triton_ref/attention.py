@@ -1,4 +1,4 @@
-"""Three-tier attention in eager PyTorch, from rows: the oracle in float64, and the same in the precision of a kernel."""
+"""Three-tier attention in eager PyTorch, from rows: the oracle in float64, or the same in a kernel's precision."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def attend(
 
     Args:
         q: `[T, N, D]`, at `positions` `[T]`.
-        k, v: plain rows `[n, K, D]` of positions 0 .. n - 1; k_hat, v_hat: what INT2 gives back of them. All in q's dtype.
+        k, v: plain rows `[n, K, D]` of positions 0 .. n - 1; k_hat, v_hat: what INT2 gives back. All in q's dtype.
         history_end: `[T]`, h of each query: it reads `sink <= j < h` from k_hat and v_hat, everything else plain.
         scale: factor on `q . k`. softcap: logits become `softcap tanh(logits / softcap)`.
         window: a query at t sees `j > t - window` only.
         sink_logits: `[N]`, learnt logits that take probability without a value.
-        rounded_to: round rows and probabilities to this dtype before each product, as a kernel with tensor cores of that
-            type must; sums stay in q's dtype.
+        rounded_to: round rows and probabilities to this dtype before each product, as a kernel on tensor cores of
+            that type must; sums stay in q's dtype.
     """
 
     def rounded(x: torch.Tensor) -> torch.Tensor:

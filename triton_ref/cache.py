@@ -85,7 +85,14 @@ def attend(
 
 
 def write(
-    cache: LayerCache, k: torch.Tensor, v: torch.Tensor, *, sequence: int, first: int, codes: TransformCodes, tiers: Tiers
+    cache: LayerCache,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    sequence: int,
+    first: int,
+    codes: TransformCodes,
+    tiers: Tiers,
 ) -> None:
     """Encodes rows `[M, K, D]` of positions `first ..` (at least `tiers.sink`) and stores them in place."""
     positions = torch.arange(first, first + len(k), device=k.device)
@@ -121,4 +128,3 @@ def _sequence(side, new, start, cache: LayerCache, codes: TransformCodes, b: int
         positions = torch.arange(total, device=new.device)
         decoded = codes.turn(decoded, codes.origins(positions, tiers.sink))
     return plain, decoded
-

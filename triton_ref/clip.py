@@ -1,4 +1,4 @@
-"""Clipping of a row before min/max: the order statistic of |y|, found as each writer of the OSCAR reference finds it."""
+"""Clipping before min/max: the order statistic of |y|, found as each writer of the OSCAR reference finds it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def sorted_threshold(y: torch.Tensor, ratio: float) -> torch.Tensor:
 def bisected_threshold(y: torch.Tensor, ratio: float) -> torch.Tensor:
     """The same rank as the reference's demotion writer finds it: `floor(log2 D)` halvings of `[0, max |y|]`.
 
-    A half is dropped while more than `D - rank` magnitudes exceed the middle; the upper end is returned. It lies at most
-    `max |y| / D` (for D a power of two) above the magnitude one rank below the sorted one.
+    A half is dropped while more than `D - rank` magnitudes exceed the middle; the upper end is returned. It lies at
+    most `max |y| / D` (for D a power of two) above the magnitude one rank below the sorted one.
     """
     size = y.shape[-1]
     allowed = size - rank(ratio, size)

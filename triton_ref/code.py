@@ -1,4 +1,4 @@
-"""Transform codes as tensors: the arrays that both frameworks exchange, by the names of `pallas_kernels.transform_code`.
+"""Transform codes as tensors: the arrays both frameworks exchange, by the names of `pallas_kernels.transform_code`.
 
 A row x of one token and KV head is encoded from `y = (x - mu) M` and read back as
 `x_hat = (scale c + offset 1) E + mu`, with c the stored two-bit slots.
@@ -30,8 +30,8 @@ class TransformCode:
         mu `[D]`, encode `[D, D]` (M), delta, weight `[D]`, gain `[]`, decode `[N, D]` (E), clip_threshold `[]` or None,
             metric `[D, D]` or None: float. bits `[D]`, slot_order `[N]`: int.
         kind: "levels" or "minmax".
-        clip: "none", "rank" (exact order statistic), "static", or "bisect" (the order statistic as the OSCAR reference's
-            demotion kernel finds it, see `clip.bisected_threshold`).
+        clip: "none", "rank" (exact order statistic), "static", or "bisect" (the order statistic as the OSCAR
+            reference's demotion kernel finds it, see `clip.bisected_threshold`).
         clip_ratio: rho.
     """
 
@@ -123,8 +123,8 @@ class TransformCodes:
 
     Attributes:
         rotary: the model's rotary positions; needed with `bucket`.
-        bucket: history is cut into buckets of this many tokens, each key coded relative to its bucket's start; None means
-            one bucket and no rotation.
+        bucket: history is cut into buckets of this many tokens, each key coded relative to its bucket's start; None
+            means one bucket and no rotation.
         scale_dtype: of stored scales and offsets.
     """
 

@@ -191,4 +191,3 @@ def _feedback_levels(code: TransformCode, y: torch.Tensor, sigma: torch.Tensor, 
         level[..., i] = new
         residual += metric[..., i, :] * ((old - new) * scale)[..., None]
     return index
-

@@ -1,4 +1,4 @@
-"""From moments to transform codes, float64: the recipes `oscar-reference`, `oscar-head`, `default`, `default-feedback`."""
+"""From moments to transform codes, float64: `oscar-reference`, `oscar-head`, `default`, `default-feedback`."""
 
 from __future__ import annotations
 
@@ -103,7 +103,9 @@ def default(
     return TransformCodes(key_code, value_code, rotary, bucket if rotary is not None else None)
 
 
-def balanced(covariance: torch.Tensor, metric: torch.Tensor, bits_of, *, metric_weights: bool, damping: float = 0.0) -> Frame:
+def balanced(
+    covariance: torch.Tensor, metric: torch.Tensor, bits_of, *, metric_weights: bool, damping: float = 0.0
+) -> Frame:
     """One head: `M = P^1/2 U Q / rms`, `A = rms Q^T U^T P^-1/2`, Q mixing each class of equal bits."""
     half, inverse_half = linalg.balance(covariance, metric, RIDGE)
     spectrum, vectors = linalg.eigh(half @ covariance @ half)

@@ -40,7 +40,8 @@ def first_pass(
     """Sums over sequences, by the names of `calib.moments.Moments.sums`.
 
     Args:
-        q: `[L, B, T, N, D]`, k, v: `[L, B, T, K, D]`, after rotary positions 0 .. T - 1; rows past a length are ignored.
+        q: `[L, B, T, N, D]`, k, v: `[L, B, T, K, D]`, after rotary positions 0 .. T - 1; rows past a length are
+            ignored.
         value_metric: `[L, K, D, D]`, norm of value errors; None is the identity.
     """
     layers, _, _, kv_heads, dim = k.shape
@@ -67,7 +68,9 @@ def first_pass(
     return sums
 
 
-def second_pass(k: torch.Tensor, v: torch.Tensor, query: torch.Tensor, *, lengths: list[int]) -> dict[str, torch.Tensor]:
+def second_pass(
+    k: torch.Tensor, v: torch.Tensor, query: torch.Tensor, *, lengths: list[int]
+) -> dict[str, torch.Tensor]:
     """The reference's value target: `sum w v v^T` and `sum w` with `w = k^T C_Q k`, C_Q `[L, K, D, D]` of each head."""
     valid = torch.arange(k.shape[2]) < torch.tensor(lengths)[:, None]
     k, v = (torch.where(valid[..., None, None], x.double(), 0) for x in (k, v))

@@ -9,7 +9,7 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """Radians a token of each rotated pair; the leading `rotary_dim` dimensions turn, paired "half" or "interleaved"."""
+    """Radians a token of each pair; the leading `rotary_dim` dimensions turn, paired "half" or "interleaved"."""
 
     inverse_frequencies: tuple[float, ...]
     rotary_dim: int

@@ -46,7 +46,7 @@ def save(
     layer_ids: Sequence[int],
     eigenvalues: torch.Tensor | None = None,
 ) -> None:
-    """Writes `[L, D, D]` as version 1 (a matrix a layer) or `[L, K, D, D]` as version 2, as the reference's fitter does.
+    """Writes `[L, D, D]` as version 1 (a matrix a layer) or `[L, K, D, D]` as version 2, as the reference's fitter.
 
     Args:
         eigenvalues: `[L, D]`, ascending.

@@ -60,10 +60,10 @@ def history_kernel(
 ):  # fmt: skip
     """One span of history of one sequence and KV head; grid (B, K, splits).
 
-    Inputs: query `[B, K, U, ROWS, N_k]` (q' of each bucket, in the products' dtype), sums, constant f32 `[B, K, U, ROWS]`
-    (sum of q', `q . mu`); slots uint8 `[P, K, page, N/4]`, scales and offsets `[P, K, page]`; table int32 `[B, entries]`;
-    starts, counts int32 `[B]`. Row r is head `r // TOKENS`, token `r % TOKENS`. Outputs f32: `[B, K, splits, ROWS, N_v]`
-    and maxima and sums `[B, K, splits, 2, ROWS]`.
+    Inputs: query `[B, K, U, ROWS, N_k]` (q' of each bucket, in the products' dtype), sums, constant f32
+    `[B, K, U, ROWS]` (sum of q', `q . mu`); slots uint8 `[P, K, page, N/4]`, scales and offsets `[P, K, page]`; table
+    int32 `[B, entries]`; starts, counts int32 `[B]`. Row r is head `r // TOKENS`, token `r % TOKENS`. Outputs f32:
+    `[B, K, splits, ROWS, N_v]`, and maxima and sums `[B, K, splits, 2, ROWS]`.
     """
     b, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, count = tl.load(starts_ptr + b), tl.load(counts_ptr + b)
@@ -158,8 +158,8 @@ def plain_kernel(
 ):  # fmt: skip
     """One span of the plain tokens of one sequence and KV head: sinks, then the ring, then the call's own tokens.
 
-    Inputs: query `[B, K, ROWS, D]`, scaled; sinks `[B, S, K, D]`, recents `[B, RING, K, D]`, new `[B, T, K, D]`. Outputs
-    as of `history_kernel`, D wide. Grid (B, K, splits).
+    Inputs: query `[B, K, ROWS, D]`, scaled; sinks `[B, S, K, D]`, recents `[B, RING, K, D]`, new `[B, T, K, D]`.
+    Outputs as of `history_kernel`, D wide. Grid (B, K, splits).
     """
     b, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, count = tl.load(starts_ptr + b), tl.load(counts_ptr + b)
@@ -265,7 +265,7 @@ def attend(
         span: tokens of history that one program reads, a multiple of 64; None for a good number here.
 
     Raises:
-        NotImplementedError: a bucket that is no multiple of 16, or bf16 in Triton's interpreter, which computes it wrongly.
+        NotImplementedError: a bucket that is no multiple of 16, or bf16 in Triton's interpreter, which gets it wrong.
     """
     if interpreted(history_kernel) and torch.bfloat16 in (q.dtype, cache.recent_k.dtype, codes.scale_dtype):
         raise NotImplementedError("bf16 in Triton's CPU interpreter: it computes with the raw bits; use fp32 or fp16")
@@ -283,7 +283,7 @@ class Prepared:
 
 
 def prepare(q: torch.Tensor, codes: TransformCodes, call: Call, *, tiers: Tiers, capacity: int) -> Prepared:
-    """Scales, groups and transforms queries, once for each bucket of `capacity` tokens; rows padded to a power of two."""
+    """Scales, groups and transforms queries, once for each bucket of `capacity` tokens; padded to powers of two."""
     batch, tokens, heads, dim = q.shape
     kv_heads = codes.key.mu.shape[0]
     rows = (q.float() * call.scale).reshape(batch, tokens, kv_heads, -1, dim).permute(0, 2, 3, 1, 4)
@@ -298,16 +298,23 @@ def prepare(q: torch.Tensor, codes: TransformCodes, call: Call, *, tiers: Tiers,
         queries = torch.einsum("bkurd,knd->bkurn", relative, codes.key.decode.float()).to(q.dtype)
         constants = torch.einsum("bkurd,kd->bkur", relative, codes.key.mu.float())
     # Sums of the rounded numbers: their rounding then cancels as it does in `scale (c - 1.5)`.
-    return Prepared(rows.to(q.dtype).contiguous(), queries.contiguous(), queries.float().sum(-1), constants.contiguous())
+    return Prepared(
+        rows.to(q.dtype).contiguous(), queries.contiguous(), queries.float().sum(-1), constants.contiguous()
+    )
 
 
 def attend_history(
-    prepared: Prepared, cache: LayerCache, codes: TransformCodes, call: Call, *, tiers: Tiers, tokens: int, span: int | None
+    prepared: Prepared,
+    cache: LayerCache,
+    codes: TransformCodes,
+    call: Call,
+    *,
+    tiers: Tiers,
+    tokens: int,
+    span: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Partial outputs in slots, f32 `[B, K, splits, R, N_v]`, and maxima and sums `[B, K, splits, 2, R]`."""
-    arrays, splits, constants = history_arguments(
-        prepared, cache, codes, call, tiers=tiers, tokens=tokens, span=span
-    )
+    arrays, splits, constants = history_arguments(prepared, cache, codes, call, tiers=tiers, tokens=tokens, span=span)
     batch, kv_heads, _, rows, _ = prepared.queries.shape
     output = torch.empty(batch, kv_heads, splits, rows, codes.value.slots, device=prepared.rows.device)
     stats = torch.empty(batch, kv_heads, splits, 2, rows, device=prepared.rows.device)
@@ -316,7 +323,14 @@ def attend_history(
 
 
 def history_arguments(
-    prepared: Prepared, cache: LayerCache, codes: TransformCodes, call: Call, *, tiers: Tiers, tokens: int, span: int | None
+    prepared: Prepared,
+    cache: LayerCache,
+    codes: TransformCodes,
+    call: Call,
+    *,
+    tiers: Tiers,
+    tokens: int,
+    span: int | None,
 ):
     """Input arrays of `history_kernel` in order, the number of splits, and its constants."""
     bucket = codes.bucket or 1 << 30
@@ -324,7 +338,7 @@ def history_arguments(
     span = span or (TILE if interpreted(history_kernel) else SPAN)
     if tile < MIN_DOT or span % TILE:
         raise NotImplementedError(f"bucket={codes.bucket}, span={span}: multiples of {MIN_DOT} and {TILE} are built")
-    batch, kv_heads, buckets, rows, slots = prepared.queries.shape
+    _, kv_heads, buckets, rows, slots = prepared.queries.shape
     entries = cache.page_indices.shape[1]
     splits = max(1, -(-entries * tiers.page // span))
     key, value = cache.key, cache.value
@@ -388,7 +402,9 @@ def finish(q: torch.Tensor, history, plain, codes: TransformCodes, call: Call) -
         kv_heads, groups = stats.shape[1], heads // stats.shape[1]
         learnt = call.sink_logits.float().reshape(kv_heads, groups, 1).expand(-1, -1, tokens).reshape(kv_heads, -1)
         logits[:, :, : groups * tokens] = learnt
-        parts.append((torch.zeros_like(mapped)[:, :, None], torch.stack([logits, torch.ones_like(logits)], 2)[:, :, None]))
+        parts.append(
+            (torch.zeros_like(mapped)[:, :, None], torch.stack([logits, torch.ones_like(logits)], 2)[:, :, None])
+        )
     merged, _ = merge(*(torch.cat(x, 2) for x in zip(*parts, strict=True)), normalise=True)
     out = merged[:, :, : heads // merged.shape[1] * tokens].reshape(batch, -1, heads // merged.shape[1], tokens, dim)
     out = out.permute(0, 3, 1, 2, 4).reshape(batch, tokens, heads, dim)

@@ -32,7 +32,7 @@ def interpreted(kernel) -> bool:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silences numpy, of which Triton's interpreter is made, about rows with NaN and Inf: kernels are meant for them."""
+    """Silences numpy, on which Triton's interpreter runs, about rows with NaN and Inf: kernels are meant for them."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=RuntimeWarning)
         yield

@@ -1,9 +1,8 @@
 """Clip, quantize and pack as one Triton kernel: rows of a transform code, and the OSCAR reference's own row format.
 
-A program takes a few rows of D coordinates. Everything is exact: sums are pairwise in the codec's order, divisions and roots
-are correctly rounded, products are never fused into additions, and an order statistic is found bit by bit. So slots and
-parameters equal `triton_ref.codec` and `triton_ref.reference` bit for bit, except with error feedback, which is eager
-only.
+A program takes a few rows of D coordinates. Everything is exact: sums are pairwise in the codec's order, divisions and
+roots are correctly rounded, products are never fused into additions, and an order statistic is found bit by bit. So
+slots and parameters equal `triton_ref.codec` and `triton_ref.reference` bit for bit. Error feedback is eager only.
 """
 
 from __future__ import annotations
