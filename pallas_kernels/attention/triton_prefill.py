@@ -37,6 +37,7 @@ from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCode, TransformCodes
 
 QUARTER = 0.25
+PLAIN_TILE = 32  # plain tokens at a time; their pipeline takes most of the shared memory
 DEPTH = 32  # coordinates that the query transform contracts at a time
 PLANES = codec.PLANES
 Operand = Any  # an array; in the kernel, a reference to it
@@ -324,16 +325,22 @@ def _over_history(plan: _Plan, operands: _Operands, program: _Program) -> _State
         query, shift = _query(plan, operands, program, bucket)
         inside = jnp.zeros_like(shift) if plan.spec.softcap is not None else shift
 
-        def absorb(i, state: _State, *, edge: bool) -> _State:
+        def absorb(i, state: _State, stored: _Tile, *, edge: bool) -> _State:
             position = sink + i * tile + _iota(tile)
-            usable = position < usable_end if edge else None
-            key, value = _tile(plan, operands, program, i, usable)
+            key, value = _widened(plan, stored, position < usable_end if edge else None)
             logits = _dot(plan, query, key, contract=1)
             if plan.spec.softcap is not None:
                 logits = plan.spec.softcap * LOG2E * jnp.tanh(logits + shift[:, None])
-            j = position[None, :]
-            mask = (j < program.end[:, None]) & (j >= program.low[:, None]) if edge else None
+            mask = position[None, :] < program.end[:, None] if edge else None
+            if plan.windowed and edge:
+                mask &= position[None, :] >= program.low[:, None]
             return _absorb(plan, state, logits, value, mask, contract=1)
+
+        def whole(i, carry):
+            """A tile is loaded while the one before it is worked on, and its page is known a tile before that."""
+            state, stored, page = carry
+            ahead = _tile(plan, operands, program, i + 1, page)
+            return absorb(i, state, stored, edge=False), ahead, _page(plan, operands, program, i + 2)
 
         low = jnp.maximum(begin, bucket * plan.bucket)
         high = jnp.maximum(low, jnp.minimum(end, (bucket + 1) * plan.bucket))
@@ -341,12 +348,17 @@ def _over_history(plan: _Plan, operands: _Operands, program: _Program) -> _State
         whole_end = jnp.clip(full_end, whole_begin, high)
         before = whole_begin - low
 
+        def tile_of(i) -> _Tile:
+            return _tile(plan, operands, program, i, _page(plan, operands, program, i))
+
         def at_edge(i, state: _State) -> _State:
-            return absorb(jnp.where(i < before, low + i, whole_end + i - before), state, edge=True)
+            i = jnp.where(i < before, low + i, whole_end + i - before)
+            return absorb(i, state, tile_of(i), edge=True)
 
         # q . mu is the same for all keys of a bucket: it moves the maximum instead of every logit.
         state = state._replace(maximum=state.maximum - inside)
-        state = lax.fori_loop(whole_begin, whole_end, functools.partial(absorb, edge=False), state)
+        carry = (state, tile_of(whole_begin), _page(plan, operands, program, whole_begin + 1))
+        state, *_ = lax.fori_loop(whole_begin, whole_end, whole, carry)
         edges = before + high - whole_end
         state = lax.fori_loop(jnp.zeros_like(edges), edges, at_edge, state)
         return state._replace(maximum=state.maximum + inside)
@@ -367,7 +379,7 @@ def _map_back(plan: _Plan, operands: _Operands, program: _Program, state: _State
 
 def _over_plain(plan: _Plan, operands: _Operands, program: _Program, state: _State) -> _State:
     """Goes on over sinks, ring and the new tokens."""
-    plain, sink, ring, tile = operands.plain, plan.tiers.sink, plan.ring, plan.block.tile
+    plain, sink, ring, tile = operands.plain, plan.tiers.sink, plan.ring, PLAIN_TILE
     start, first, last = program.start, program.first, program.last
     d = _iota(plan.dim)
     known = d < plan.head_dim
@@ -384,9 +396,11 @@ def _over_plain(plan: _Plan, operands: _Operands, program: _Program, state: _Sta
         logits = _dot(plan, query.astype(keys.dtype), keys, contract=1) * plan.logit_scale
         if plan.spec.softcap is not None:
             logits = plan.spec.softcap * LOG2E * jnp.tanh(logits)
-        j = position[None, :]
-        seen = usable[None, :] & (j <= program.position[:, None]) & (j >= program.low[:, None])
-        seen &= (j < sink) | (j >= program.end[:, None])
+        # Two comparisons an element: what is not usable lies behind every query, a sink behind all history.
+        seen = jnp.where(usable, position, UNLIMITED)[None, :] <= program.position[:, None]
+        seen &= jnp.where(position < sink, UNLIMITED, position)[None, :] >= program.end[:, None]
+        if plan.windowed:
+            seen &= position[None, :] >= program.low[:, None]
         return _absorb(plan, state, logits, values, seen, contract=0)
 
     def over_sinks(i, state: _State) -> _State:
@@ -394,13 +408,16 @@ def _over_plain(plan: _Plan, operands: _Operands, program: _Program, state: _Sta
         usable = place < jnp.minimum(sink, start)
         return absorb(state, (plain.sink_k, plain.sink_v), (program.layer, program.batch), place, place, usable)
 
-    def over_ring(i, state: _State) -> _State:
-        place = i * tile + _iota(tile)
-        held = start - 1 - _rem(start - 1 - place + ring, ring)
-        usable = (place < jnp.minimum(ring, start)) & (held >= sink)
-        return absorb(state, (plain.recent_k, plain.recent_v), (program.layer, program.batch), place, held, usable)
-
     lowest = jnp.maximum(_end_of(plan, start, first), _low_of(plan, operands, first))
+    kept = jnp.maximum(jnp.maximum(lowest, sink), start - ring)  # first position that is read from the ring
+
+    def over_ring(i, state: _State) -> _State:
+        position = kept + i * tile + _iota(tile)
+        return absorb(
+            state, (plain.recent_k, plain.recent_v), (program.layer, program.batch), _rem(position, ring), position,
+            position < start,
+        )  # fmt: skip
+
     sinks = _div(jnp.maximum(sink - start, 0) + tile - 1, tile)  # tiles of new tokens that are sinks
     behind = jnp.maximum(sinks, _div(jnp.maximum(lowest - start, 0), tile))
 
@@ -414,8 +431,7 @@ def _over_plain(plan: _Plan, operands: _Operands, program: _Program, state: _Sta
 
     new = tiles(last + 1 - start)
     new = jnp.minimum(new, sinks) + jnp.maximum(new - behind, 0)
-    in_ring = jnp.where(lowest < start, tiles(jnp.minimum(ring, start)), 0)
-    loops = [(in_ring, over_ring), (new, over_new)]
+    loops = [(tiles(start - kept), over_ring), (new, over_new)]
     if sink > 0:
         loops.append((tiles(jnp.minimum(sink, start)), over_sinks))
     for count, visit in loops:
@@ -452,48 +468,70 @@ def _query(plan: _Plan, operands: _Operands, program: _Program, bucket) -> tuple
     return (product * (1 / QUARTER)).astype(plan.compute), shift
 
 
-def _tile(plan: _Plan, operands: _Operands, program: _Program, i, usable) -> tuple[jax.Array, jax.Array]:
-    """Quarters of the keys `[tile, slots]` and values `[slots, tile]` of one tile of history, in slot space."""
-    tile, table = plan.tile, operands.table
-    fast = plan.page >= tile
-    token = i * tile if fast else i * tile + _iota(tile)
-    entry = jnp.minimum(_div(token, plan.page), table.shape[1] - 1)
-    page = plgpu.load(table.at[program.batch if fast else jnp.zeros_like(entry) + program.batch, entry])
-    page = jnp.clip(page, 0, operands.history.key.slots.shape[1] - 1)
-    place = _rem(token, plan.page)
-    lead = (program.layer, page, program.head)
-    span = pl.ds(0, tile) if plan.page == tile else pl.ds(pl.multiple_of(place, tile), tile) if fast else None
+class _Tile(NamedTuple):
+    """A tile of history as it is stored: packed keys `[tile, bytes]` and values `[bytes, tile]`, numbers `[tile]`."""
+
+    key: jax.Array
+    value: jax.Array
+    key_scale: jax.Array | None
+    value_scale: jax.Array | None
+    key_offset: jax.Array | None
+    value_offset: jax.Array | None
+
+
+def _page(plan: _Plan, operands: _Operands, program: _Program, i) -> jax.Array:
+    """Page of tile i, `[tile]` where pages are shorter; any page where there is no such tile."""
+    token = i * plan.tile if plan.page >= plan.tile else i * plan.tile + _iota(plan.tile)
+    entry = jnp.minimum(_div(token, plan.page), operands.table.shape[1] - 1)
+    page = plgpu.load(operands.table.at[jnp.zeros_like(entry) + program.batch, entry])
+    return jnp.clip(page, 0, operands.history.key.slots.shape[1] - 1)
+
+
+def _tile(plan: _Plan, operands: _Operands, program: _Program, i, page) -> _Tile:
+    """Loads tile i, which lies in `page`."""
+    tile, lead = plan.tile, (program.layer, page, program.head)
+    within = plan.page >= tile
+    first = pl.multiple_of(_rem(i * tile, plan.page), tile) if plan.page > tile else 0
+    place = _iota(tile) + first if within else _rem(_iota(tile), plan.page)
 
     def numbers(ref):
         if ref is None:
             return None
-        x = plgpu.load(ref.at[(*lead, span)] if span is not None else _at(ref, *lead, place))
+        return plgpu.load(ref.at[(*lead, pl.ds(first, tile))] if within else _at(ref, *lead, place))
+
+    def packed(ref, size: int, count: int, *, tokens_last: bool):
+        if within and size == count:
+            rows = (slice(None), pl.ds(first, tile)) if tokens_last else (pl.ds(first, tile), slice(None))
+            return plgpu.load(ref.at[(*lead, *rows)])
+        kept = _iota(size) < count
+        byte, token = jnp.where(kept, _iota(size), 0), place[None, :] if tokens_last else place[:, None]
+        byte, kept = (x[:, None] if tokens_last else x[None, :] for x in (byte, kept))
+        each = page if within else page[None, :] if tokens_last else page[:, None]
+        at = _at(ref, program.layer, each, program.head, *((byte, token) if tokens_last else (token, byte)))
+        return plgpu.load(at, mask=jnp.broadcast_to(kept, (size, tile) if tokens_last else (tile, size)), other=0)
+
+    key, value = operands.history.key, operands.history.value
+    return _Tile(
+        packed(key.slots, plan.key_block, plan.key_bytes, tokens_last=False),
+        packed(value.slots, plan.value_block, plan.value_bytes, tokens_last=True),
+        *map(numbers, (key.scale, value.scale, key.offset, value.offset)),
+    )
+
+
+def _widened(plan: _Plan, stored: _Tile, usable) -> tuple[jax.Array, jax.Array]:
+    """Quarters of keys `[tile, slots]` and values `[slots, tile]`, in slot space."""
+
+    def quarter(x):
+        if x is None:
+            return None
         x = loaded(x).astype(jnp.float32) * QUARTER
         # Select before the product: places past the history may hold NaN, and 0 NaN is NaN.
         return (x if usable is None else jnp.where(usable, x, 0)).astype(plan.compute)
 
-    def widened(side, size: int, count: int):
-        token_axis = (lambda x: x[None, :]) if side.tokens_last else (lambda x: x[:, None])
-        byte_axis = (lambda x: x[:, None]) if side.tokens_last else (lambda x: x[None, :])
-        if span is not None and size == count:
-            every = slice(None)
-            packed = plgpu.load(side.slots.at[(*lead, *((every, span) if side.tokens_last else (span, every)))])
-        else:
-            byte = _iota(size)
-            at = (lead[0], page if fast else token_axis(page), lead[2])
-            where = token_axis(place + _iota(tile) if fast else place)
-            kept = byte_axis(byte < count)
-            byte = byte_axis(jnp.where(byte < count, byte, 0))
-            at = _at(side.slots, *at, *((byte, where) if side.tokens_last else (where, byte)))
-            shape = (size, tile) if side.tokens_last else (tile, size)
-            packed = plgpu.load(at, mask=jnp.broadcast_to(kept, shape), other=0)
-        scale, offset = (None if x is None else token_axis(x) for x in (numbers(side.scale), numbers(side.offset)))
-        return _widen(plan, packed, scale, offset, axis=0 if side.tokens_last else 1)
-
-    history = operands.history
+    key_scale, value_scale, key_offset, value_offset = map(quarter, stored[2:])
     return (
-        widened(history.key, plan.key_block, plan.key_bytes),
-        widened(history.value, plan.value_block, plan.value_bytes),
+        _widen(plan, stored.key, *(None if x is None else x[:, None] for x in (key_scale, key_offset)), axis=1),
+        _widen(plan, stored.value, *(None if x is None else x[None, :] for x in (value_scale, value_offset)), axis=0),
     )
 
 
