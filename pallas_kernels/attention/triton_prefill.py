@@ -37,6 +37,7 @@ from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCode, TransformCodes
 
 QUARTER = 0.25
+MAX_EXACT_HEAD_DIM = 128  # a larger decode matrix in fp32 does not fit into shared memory
 PLAIN_TILE = 32  # plain tokens at a time; their pipeline takes most of the shared memory
 DEPTH = 32  # coordinates that the query transform contracts at a time
 PLANES = codec.PLANES
@@ -196,6 +197,8 @@ def _plan(q, k, plain, history, page_indices, codes, tiers, spec, windowed, bloc
         # Pallas switches to 64-bit offsets at 2^32 bytes only, and 32-bit ones are signed.
         raise NotImplementedError("a pool of 2 to 4 GiB of slots: smaller and larger ones are built")
     exact = q.dtype == jnp.float32
+    if exact and max(dim, codes.key.slots, codes.value.slots) > MAX_EXACT_HEAD_DIM:
+        raise NotImplementedError(f"float32 queries of head size {dim}: at most {MAX_EXACT_HEAD_DIM} is built")
     block = block or _block(dim, exact)
     tile = block.tile if codes.bucket is None else math.gcd(block.tile, codes.bucket)
     if tile < 32:
@@ -214,10 +217,13 @@ def _plan(q, k, plain, history, page_indices, codes, tiers, spec, windowed, bloc
 
 
 def _block(dim: int, exact: bool) -> Block:
-    """64 rows are the fewest that the large tensor core instruction takes; two or three programs share a processor."""
+    """64 rows are the fewest that the large tensor core instruction takes; two programs share a multiprocessor.
+
+    Beyond 128 coordinates the decode matrix fills most of the shared memory: no pipeline.
+    """
     if exact:
-        return Block(64, 32, 8)
-    return Block(64, 64, 4) if dim <= 128 else Block(64, 64, 8)
+        return Block(64, 32, 8, stages=1)
+    return Block(64, 64, 4) if dim <= 128 else Block(64, 64, 8, stages=1)
 
 
 def _blocks_of(plan: _Plan, code: TransformCode, block: int) -> jax.Array:
