@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,10 +36,10 @@ from pallas_kernels.transform_code import SLOT_BITS, TransformCode, TransformCod
 __all__ = ["demote", "demote_ahead", "unavailable", "write"]
 
 MAX_HEAD_DIM = 256
-DEPTH = 32  # coordinates of x contracted at a time
-ELEMENTS = 8192  # of y in a program of four warps: 64 registers a thread
+DEPTH = 16  # coordinates of x contracted at a time; more spill
+MIN_DIM = 32  # coordinates of a block
+ELEMENTS = 8192  # of y in a program, at most
 MIN_TILE = 16  # rows of the smallest tensor-core product
-WARPS = 4
 LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -65,43 +65,51 @@ class _Plan:
     @property
     def dim(self) -> int:
         """Head size of a block."""
-        return max(DEPTH, pl.next_power_of_2(self.head_dim))
+        return max(MIN_DIM, pl.next_power_of_2(self.head_dim))
+
+    @property
+    def warps(self) -> int:
+        """32 elements of y a thread, half of that in the smallest tile: more spill."""
+        return 8 if self.tile * self.dim >= ELEMENTS else 4
 
     @property
     def byte_block(self) -> int:
         return max(16, pl.next_power_of_2(self.bytes))
 
 
+Leaf = Any  # an array outside the kernel, a reference to it inside; None where absent
+
+
 class _Code(NamedTuple):
     """Leaves `[L, K, ...]` of a transform code that encoding needs."""
 
-    mu: jax.Array
-    encode: jax.Array
-    owner: jax.Array
-    shift: jax.Array
-    bits: jax.Array
-    delta: jax.Array
-    weight: jax.Array
-    gain: jax.Array
-    threshold: jax.Array | None
+    mu: Leaf
+    encode: Leaf
+    owner: Leaf
+    shift: Leaf
+    bits: Leaf
+    delta: Leaf
+    weight: Leaf
+    gain: Leaf
+    threshold: Leaf
 
 
 class _Rows(NamedTuple):
     """Where rows come from: `new` at `positions`; or `ring`, and `new` if given, by the position."""
 
-    new: jax.Array | None = None  # [B, M, K, D]
-    positions: jax.Array | None = None  # int32 [B, M], negative where there is nothing to store
-    ring: jax.Array | None = None  # [L, B, R, K, D]
-    starts: jax.Array | None = None  # int32 [B]
-    counts: jax.Array | None = None
+    new: Leaf = None  # [B, M, K, D]
+    positions: Leaf = None  # int32 [B, M], negative where there is nothing to store
+    ring: Leaf = None  # [L, B, R, K, D]
+    starts: Leaf = None  # int32 [B]
+    counts: Leaf = None
 
 
 class _Inputs(NamedTuple):
-    layer: jax.Array  # int32 [1], the first of the grid
-    table: jax.Array
+    layer: Leaf  # int32 [1], the first of the grid
+    table: Leaf
     rows: _Rows
     code: _Code
-    turns: tuple[jax.Array, ...]
+    turns: tuple[Leaf, ...]
 
 
 class _Places(NamedTuple):
@@ -135,8 +143,8 @@ def write(
         interpret: run in Pallas' interpreter, on any device.
     """
     positions = jnp.where(valid, positions, -1).astype(jnp.int32)
-    sources = (_Rows(x, positions) for x in (k, v))
-    return _launch(history, *sources, layer, k.shape[1], page_indices, codes, tiers, tile, interpret)
+    key, value = _Rows(k, positions), _Rows(v, positions)
+    return _launch(history, key, value, layer, k.shape[1], page_indices, codes, tiers, tile, interpret)
 
 
 def demote(
@@ -156,9 +164,9 @@ def demote(
 ) -> History:
     """See `pallas_kernels.write.demote`."""
     lengths = (starts.astype(jnp.int32), counts.astype(jnp.int32))
-    sources = (_Rows(x, None, ring, *lengths) for x, ring in ((k, plain.recent_k), (v, plain.recent_v)))
+    key, value = _Rows(k, None, plain.recent_k, *lengths), _Rows(v, None, plain.recent_v, *lengths)
     rows = tiers.demoted_rows(k.shape[1])
-    return _launch(history, *sources, layer, rows, page_indices, codes, tiers, tile, interpret)
+    return _launch(history, key, value, layer, rows, page_indices, codes, tiers, tile, interpret)
 
 
 def demote_ahead(
@@ -176,9 +184,9 @@ def demote_ahead(
 ) -> History:
     """See `pallas_kernels.write.demote_ahead`."""
     lengths = (starts.astype(jnp.int32), counts.astype(jnp.int32))
-    sources = (_Rows(None, None, ring, *lengths) for ring in (plain.recent_k, plain.recent_v))
+    key, value = (_Rows(None, None, ring, *lengths) for ring in (plain.recent_k, plain.recent_v))
     rows = tiers.demoted_rows(tokens)
-    return _launch(history, *sources, None, rows, page_indices, codes, tiers, tile, interpret)
+    return _launch(history, key, value, None, rows, page_indices, codes, tiers, tile, interpret)
 
 
 def _launch(
@@ -195,7 +203,7 @@ def _launch(
 ) -> History:
     """Both sides, in one layer or (None) in all."""
     total = page_indices.shape[0] * rows
-    width = max(DEPTH, pl.next_power_of_2(codes.head_dim))
+    width = max(MIN_DIM, pl.next_power_of_2(codes.head_dim))
     turns = turn_factors(codes, tiers, tiers.sink + page_indices.shape[1] * tiers.page, width)
     first = jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(1)
     sides = []
@@ -233,7 +241,7 @@ def _call(plan: _Plan, grid: tuple[int, ...], pool: SidePages, inputs: _Inputs) 
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pools],
         input_output_aliases={i: i for i in range(len(pools))},
         interpret=plan.interpret,
-        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=2),
+        compiler_params=plgpu.CompilerParams(num_warps=plan.warps, num_stages=2),
         name="oscar_write_rows",
     )(pools, inputs)
     return dataclasses.replace(pool, slots=slots, scale=scale, offset=offset[0] if offset else None)
@@ -296,8 +304,6 @@ def _places(plan: _Plan, inputs: _Inputs, pool: int) -> _Places:
         position = plgpu.load(rows.positions.at[sequence, index])
         valid = inside & (position >= sink)
     else:
-        assert rows.starts is not None
-        assert rows.counts is not None
         begin, end = plan.tiers.demoted(*(plgpu.load(ref.at[sequence]) for ref in (rows.starts, rows.counts)))
         position = begin + index
         valid = inside & (position < end)
@@ -328,7 +334,6 @@ def _transform(plan: _Plan, inputs: _Inputs, places: _Places, layer, head) -> ja
         place = _rem(places.position, rows.ring.shape[2])[:, None]
         if rows.new is None:
             return read(rows.ring, (layer, sequence, place), known)
-        assert rows.starts is not None
         age = places.position - plgpu.load(rows.starts.at[places.sequence])
         old, index = (age < 0)[:, None], jnp.maximum(age, 0)[:, None]
         ring = read(rows.ring, (layer, sequence, place), known & old)
@@ -385,7 +390,6 @@ def _quantize_minmax(plan: _Plan, code: _Code, y: jax.Array, layer, head):
     if plan.clip == "rank":
         threshold = _order_statistic(plan, jnp.where(known, jnp.abs(y), LARGEST))
     elif plan.clip == "static":
-        assert code.threshold is not None
         threshold = jnp.zeros((plan.tile,), jnp.float32) + plgpu.load(code.threshold.at[layer, head])
     if threshold is not None:
         y = jnp.clip(y, -threshold[:, None], threshold[:, None])
@@ -420,15 +424,17 @@ def _pack(plan: _Plan, code: _Code, levels: jax.Array, layer, head) -> jax.Array
     """Bytes uint8 `[tile, N / 4]` of levels `[tile, D]`."""
     byte, d = _iota(plan.byte_block), _iota(plan.dim)
     levels = levels.astype(jnp.float16)
-    packed = jnp.zeros((plan.tile, plan.byte_block), jnp.int32)
-    for plane in range(codec.PLANES):
+
+    def add(plane, packed):  # a loop, because four planes side by side take four times the registers
         at = (layer, head, plane * plan.bytes + jnp.where(byte < plan.bytes, byte, 0))
         owner, shift = (plgpu.load(_at(ref, *at)) for ref in (code.owner, code.shift))
         choice = (owner[None, :] == d[:, None]).astype(jnp.float32).astype(jnp.float16)
         chosen = lax.dot_general(levels, choice, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         slots = (chosen.astype(jnp.int32) >> jnp.broadcast_to(shift[None, :], chosen.shape)) & 3
-        packed = packed | slots << SLOT_BITS * plane
-    return packed.astype(jnp.uint8)
+        return packed | slots << SLOT_BITS * plane
+
+    zero = jnp.zeros((plan.tile, plan.byte_block), jnp.int32)
+    return lax.fori_loop(jnp.int32(0), jnp.int32(codec.PLANES), add, zero).astype(jnp.uint8)
 
 
 def _vector(plan: _Plan, ref, layer, head, d: jax.Array, other: float = 0) -> jax.Array:

@@ -126,14 +126,15 @@ def pages(cache: KVCache) -> History:
 
 def slots_of(cache: KVCache) -> list[np.ndarray]:
     """Unpacked slots of both sides, `[L, P, K, page, N]`."""
-    return [np.asarray(codec.unpack(side.slots)) for side in (pages(cache).key, pages(cache).value)]
+    sides = (pages(cache).key, pages(cache).value)
+    return [np.asarray(codec.unpack(side.laid_out(tokens_last=False).slots)) for side in sides]
 
 
 def live_rows(cache: KVCache, cfg: CacheConfig, layer, b, side) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Slots `[h, K, N]`, scale and offset of the history tokens of sequence b, read through its page table."""
     index = np.arange(cfg.tiers.history_tokens(int(cache.lengths[b])))
     ids, places = np.asarray(cache.page_indices)[b, index // cfg.tiers.page], index % cfg.tiers.page
-    pool = getattr(pages(cache), side)
+    pool = getattr(pages(cache), side).laid_out(tokens_last=False)
 
     def rows(leaf):
         return np.asarray(loaded(leaf))[layer, ids, :, places]

@@ -20,6 +20,7 @@ from pallas_kernels.transform_code import TransformCode, TransformCodes
 from pallas_kernels.write import demote, demote_ahead, triton, write, xla
 from tests.pallas_kernels.codes import transform_code, transform_codes
 
+QUICK = {"xla_backend_optimization_level": 0}  # compiling is nearly all the time of an interpreted kernel
 NEAR = 2.0**-12  # rule E2: a level may differ where the fp64 z lies this close to a threshold
 
 
@@ -71,13 +72,11 @@ CASES = {
         for key, value in (("levels", "levels-uniform"), ("naive", "rotation-static"), ("rotation-rank", "naive"))
     },
 }
-INTERPRETED = {
-    "default": case(batch=2, rows=5, head_dim=32, bucket=16),
-    "rank clipping, odd sizes": case(
-        batch=1, rows=17, head_dim=40, slots=32, key="levels", value="rotation-rank", tiers=Tiers(3, 8, 4, 8), bucket=8,
-        scale_dtype="bfloat16", tokens_last=False, dtype="float32",
-    ),
-}  # fmt: skip
+TURNED = case(batch=2, rows=5, head_dim=32, bucket=16)
+ODD = case(
+    batch=1, rows=17, head_dim=40, slots=32, value="rotation-rank", tiers=Tiers(3, 8, 4, 8), bucket=8,
+    scale_dtype="bfloat16", tokens_last=False, dtype="float32",
+)  # fmt: skip
 LOWERED = ("default", "head size 80, rotation-rank", "fewer slots", "static clipping")
 LAYER, LAYERS = 1, 3
 
@@ -152,13 +151,19 @@ def build(case: Case, codes: TransformCodes, seed=0) -> State:
     )  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnames=("tiers", "tile", "interpret"))
-def run(history, k, v, codes, *, tiers, tile=None, interpret=False, **arguments):
-    return triton.write(history, k, v, codes=codes, tiers=tiers, tile=tile, interpret=interpret, **arguments)
+@functools.partial(jax.jit, static_argnames=("tiers", "tile"))
+def run(history, k, v, codes, *, tiers, tile=None, **arguments):
+    return triton.write(history, k, v, codes=codes, tiers=tiers, tile=tile, **arguments)
 
 
-def written(case: Case, state: State, **options) -> History:
-    return run(state.history, state.k, state.v, state.codes, tiers=case.tiers, **state.arguments, **options)
+def written(case: Case, state: State, *, tile=None) -> History:
+    return run(state.history, state.k, state.v, state.codes, tiers=case.tiers, tile=tile, **state.arguments)
+
+
+def interpreted(case: Case, state: State) -> History:
+    call = functools.partial(triton.write, tiers=case.tiers, interpret=True)
+    arguments = dict(codes=state.codes, **state.arguments)
+    return jax.jit(call, compiler_options=QUICK)(state.history, state.k, state.v, **arguments)
 
 
 def defined(case: Case, state: State) -> History:
@@ -221,7 +226,8 @@ def levels_of(code: TransformCode, slots: np.ndarray) -> np.ndarray:
     for head in range(code.kv_heads):
         owner, shift = (np.asarray(leaf)[head] for leaf in (code.slot_owner, code.slot_shift))
         owned = shift < 8
-        np.add.at(levels[:, head], (slice(None), owner[owned]), slots[:, head, owned].astype(int) << shift[owned])
+        parts = slots[:, head, owned].astype(int) << shift[owned]
+        levels[:, head] = parts @ (owner[owned][:, None] == np.arange(code.head_dim))
     return levels
 
 
@@ -242,7 +248,7 @@ def turned(case: Case, state: State) -> np.ndarray:
     return turned
 
 
-def ulps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def ulps(a, b: np.ndarray) -> np.ndarray:
     """Distance of 16-bit floats in units of the last place."""
     a, b = (np.asarray(x).view(np.int16).astype(int) for x in (a, b))
     return np.abs(np.where(a < 0, -(a & 0x7FFF), a) - np.where(b < 0, -(b & 0x7FFF), b))
@@ -267,14 +273,15 @@ def assert_near_ties_only(case: Case, state: State, history: History) -> None:
             assert ulps(got.offset, offset.astype(dtype)).max() <= 1
 
 
-@pytest.mark.parametrize("name", INTERPRETED)
-def test_the_interpreted_kernel_writes_what_the_definition_does(name):
-    case = INTERPRETED[name]
-    codes = codes_of(case)
-    state = build(case, exact(codes))
-    assert_histories_equal(written(case, state, interpret=True), defined(case, state))
-    state = build(case, codes)
-    assert_near_ties_only(case, state, written(case, state, interpret=True))
+def test_the_interpreted_kernel_writes_what_the_definition_does():
+    state = build(TURNED, codes_of(TURNED))
+    assert_near_ties_only(TURNED, state, interpreted(TURNED, state))
+
+
+def test_the_interpreted_kernel_quantizes_bit_for_bit():
+    """Sizes that are no power of two, dropped coordinates, both kinds."""
+    state = build(ODD, exact(codes_of(ODD)))
+    assert_histories_equal(interpreted(ODD, state), defined(ODD, state))
 
 
 def lowered(function, *arguments, **keywords):
@@ -335,7 +342,7 @@ EDGES = (0, 1, 3, 4, 5, 11, 12, 13, 15, 16, 17, 19, 20, 27, 28, 29, 43, 44, 45, 
 
 @functools.cache
 def demotion(tokens: int, starts: tuple[int, ...], kind: str, dtype: str):
-    """Codes, an empty history, and the arguments of `demote`; the plain tiers hold numbers everywhere."""
+    """Empty history, plain tiers full of numbers, new tokens, codes, and lengths and page table."""
     rng = np.random.default_rng(1)
     codes = transform_codes(*kind.split(), bucket=32, layers=LAYERS)
     batch, ring = len(starts), TIERS.ring(1) + 5
@@ -351,24 +358,24 @@ def demotion(tokens: int, starts: tuple[int, ...], kind: str, dtype: str):
     arguments = dict(
         starts=jnp.asarray(starts, jnp.int32), counts=jnp.asarray(counts, jnp.int32), page_indices=jnp.asarray(table),
     )  # fmt: skip
-    return codes, poisoned(codes, batch * entries, TIERS.page, True), plain, new, arguments
+    return poisoned(codes, batch * entries, TIERS.page, True), plain, new, codes, arguments
 
 
-@functools.partial(jax.jit, static_argnames=("function", "options"))
-def each_layer(function, history, plain, new, codes, arguments, options=()):
+def in_each_layer(function, history, plain, new, codes, arguments):
     """`demote` in one layer after another."""
-    for layer in range(LAYERS):
-        history = function(
-            history, plain, *new, layer=jnp.int32(layer), codes=codes, tiers=TIERS, **arguments, **dict(options)
-        )
-    return history
+
+    def step(layer, history):
+        return function(history, plain, *new, layer=layer, codes=codes, tiers=TIERS, **arguments)
+
+    return jax.lax.fori_loop(0, LAYERS, step, history)
 
 
-@functools.partial(jax.jit, static_argnames=("tokens", "interpret"))
-def ahead(history, plain, codes, arguments, *, tokens, interpret=False):
-    return triton.demote_ahead(
-        history, plain, tokens=tokens, codes=codes, tiers=TIERS, interpret=interpret, **arguments
-    )
+each_layer = jax.jit(in_each_layer, static_argnames="function")
+
+
+@functools.partial(jax.jit, static_argnames="tokens")
+def ahead(history, plain, codes, arguments, *, tokens):
+    return triton.demote_ahead(history, plain, tokens=tokens, codes=codes, tiers=TIERS, **arguments)
 
 
 def differing(a: History, b: History) -> float:
@@ -378,32 +385,24 @@ def differing(a: History, b: History) -> float:
     return unequal / sum(x.nbytes for x, _ in pairs)
 
 
-def test_interpreted_demotion_of_all_layers_and_of_each():
-    codes, history, plain, new, arguments = demotion(3, (13, 44), "levels rotation-rank", "bfloat16")
-    want = each_layer(xla.demote, history, plain, new, codes, arguments)
-    assert differing(history, want) > 0
-    at_once = ahead(history, plain, codes, arguments, tokens=3, interpret=True)
-    assert differing(at_once, want) < 1e-4
-    one_by_one = each_layer(triton.demote, history, plain, new, codes, arguments, (("interpret", True),))
-    assert differing(one_by_one, at_once) == 0
-
-
-def test_interpreted_demotion_of_a_long_chunk_reads_the_chunk_too():
-    codes, history, plain, new, arguments = demotion(24, (2, 19), "naive levels", "float32")
-    want = each_layer(xla.demote, history, plain, new, codes, arguments)
-    got = each_layer(triton.demote, history, plain, new, codes, arguments, (("interpret", True),))
+def test_interpreted_demotion_reads_the_ring_and_the_chunk():
+    case = demotion(24, (2, 19), "naive levels", "float32")
+    interpreted = functools.partial(in_each_layer, functools.partial(triton.demote, interpret=True))
+    got = jax.jit(interpreted, compiler_options=QUICK)(*case)
+    want = each_layer(xla.demote, *case)
+    assert differing(case[0], want) > 0
     assert differing(got, want) < 1e-4
 
 
 def test_demotion_of_all_layers_lowers_to_one_launch_a_side():
-    codes, history, plain, _, arguments = demotion(1, EDGES, "levels levels-uniform", "bfloat16")
+    history, plain, _, codes, arguments = demotion(1, EDGES, "levels levels-uniform", "bfloat16")
     text = lowered(ahead, history, plain, codes, arguments, tokens=1)
     assert text.count("xla.gpu.triton") == 2
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
 def test_where_no_implementation_demotes_ahead_it_says_so():
-    codes, history, plain, _, arguments = demotion(1, (13, 44), "levels rotation-rank", "bfloat16")
+    history, plain, _, codes, arguments = demotion(1, (13, 44), "levels rotation-rank", "bfloat16")
     with pytest.raises(NotImplementedError, match=r"of demote_ahead takes this case \(xla: has none\)"):
         demote_ahead(history, plain, tokens=1, codes=codes, tiers=TIERS, implementation="xla", **arguments)
 
@@ -492,11 +491,11 @@ def test_with_x64_enabled():
 @pytest.mark.parametrize("kind", ("levels levels-uniform", "naive rotation-rank"))
 @pytest.mark.parametrize("tokens", (1, 2, 5, 8, 24))
 def test_demotion_around_every_edge_of_the_tiers(tokens, kind, dtype):
-    codes, history, plain, new, arguments = demotion(tokens, EDGES, kind, dtype)
-    got = each_layer(triton.demote, history, plain, new, codes, arguments)
+    case = demotion(tokens, EDGES, kind, dtype)
+    history, plain, _, codes, arguments = case
+    got = each_layer(triton.demote, *case)
     with jax.default_device(jax.devices("cpu")[0]):
-        on_cpu = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), (history, plain, new, codes, arguments))
-        want = each_layer(xla.demote, *on_cpu)
+        want = each_layer(xla.demote, *jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), case))
     assert differing(got, want) < 1e-4
     if tokens <= TIERS.recent:
         assert differing(ahead(history, plain, codes, arguments, tokens=tokens), got) == 0
@@ -509,7 +508,7 @@ def test_a_donated_history_is_written_in_place():
     call = jax.jit(
         functools.partial(triton.write, tiers=case.tiers, codes=state.codes, **state.arguments), donate_argnums=0
     )
-    analysis = call.lower(state.history, state.k, state.v).compile().memory_analysis()
+    analysis: Any = call.lower(state.history, state.k, state.v).compile().memory_analysis()
     assert analysis.alias_size_in_bytes >= sum(x.nbytes for x in jax.tree.leaves(state.history))
 
 
@@ -522,6 +521,5 @@ def test_it_is_what_runs_on_a_gpu():
     options["codes"] = codes_of(dataclasses.replace(case, value="feedback"))
     with pytest.raises(NotImplementedError, match="error feedback"):
         write(state.history, state.k, state.v, **options, implementation="triton")
-    codes, history, plain, new, arguments = demotion(1, EDGES, "levels feedback", "bfloat16")
-    got = each_layer(demote, history, plain, new, codes, arguments)
-    assert differing(got, each_layer(xla.demote, history, plain, new, codes, arguments)) == 0
+    demoted = demotion(1, EDGES, "levels feedback", "bfloat16")
+    assert differing(each_layer(demote, *demoted), each_layer(xla.demote, *demoted)) == 0
