@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.attention.api import PlainTiers
-from pallas_kernels.history import init_history
+from pallas_kernels.history import History, init_history
 from pallas_kernels.rope import Rotary
 from pallas_kernels.storage import storage_dtype
 from pallas_kernels.tiers import Tiers
@@ -66,15 +66,17 @@ def random_codes(shape: Shape, seed: int = 0) -> TransformCodes:
     return TransformCodes(side(mixed if levels else two), side(two), rotary, bucket)
 
 
-def decode_steps(shape: Shape, *, staggered: bool, tile: int | None = None) -> list[float]:
-    """Seconds that a decode step of one token a sequence spends on demotion, all layers, `SAMPLES` times.
+Step = tuple[Callable[..., History], History, tuple[Any, ...]]  # `history = step(i, history, *arguments)`
+
+
+def decode_step(shape: Shape, *, staggered: bool = False, tile: int | None = None) -> Step:
+    """Demotion of a decode step of one token a sequence, all layers.
 
     Args:
         staggered: sequences demote in different steps; else all in the same one of eight.
     """
     codes, entries = random_codes(shape), 512
-    ring = TIERS.ring(1)
-    dims = (shape.layers, shape.batch, ring, shape.kv_heads, shape.head_dim)
+    dims = (shape.layers, shape.batch, TIERS.ring(1), shape.kv_heads, shape.head_dim)
     bits = jax.random.normal(jax.random.key(0), dims, jnp.bfloat16)
     recent = jax.lax.bitcast_convert_type(bits, storage_dtype(jnp.bfloat16))
     plain = PlainTiers(recent[:, :, :0], recent[:, :, :0], recent, recent)
@@ -88,11 +90,11 @@ def decode_steps(shape: Shape, *, staggered: bool, tile: int | None = None) -> l
             codes=codes, tiers=TIERS, tile=tile,
         )  # fmt: skip
 
-    return _looped(step, history, plain, codes)
+    return step, history, (plain, codes)
 
 
-def prefill(shape: Shape, implementation: str, *, tile: int | None = None) -> list[float]:
-    """Seconds of writing `tokens` rows of each sequence in one layer, `SAMPLES` times."""
+def prefill_step(shape: Shape, implementation: str, *, tile: int | None = None) -> Step:
+    """Writing `tokens` rows of each sequence, each time in the next layer."""
     codes, entries = random_codes(shape), -(-shape.tokens // TIERS.page)
     k, v = _rows(shape)
     positions = jnp.broadcast_to(TIERS.sink + jnp.arange(shape.tokens, dtype=jnp.int32), k.shape[:2])
@@ -106,12 +108,12 @@ def prefill(shape: Shape, implementation: str, *, tile: int | None = None) -> li
             codes=codes, tiers=TIERS,
         )  # fmt: skip
 
-    return _looped(step, history, k, v, codes)
+    return step, history, (k, v, codes)
 
 
 def copied(shape: Shape) -> list[float]:
-    """Seconds of reading the plain rows of `prefill` and writing as many bytes, `SAMPLES` times."""
-    return _looped(lambda i, rows: jax.tree.map(jnp.negative, rows), _rows(shape))
+    """Seconds of reading the plain rows of `prefill_step` and writing as many bytes, `SAMPLES` times."""
+    return seconds(lambda i, rows: jax.tree.map(jnp.negative, rows), _rows(shape))
 
 
 def _rows(shape: Shape) -> tuple[jax.Array, jax.Array]:
@@ -120,13 +122,14 @@ def _rows(shape: Shape) -> tuple[jax.Array, jax.Array]:
     return jax.random.normal(keys[0], dims, jnp.bfloat16), jax.random.normal(keys[1], dims, jnp.bfloat16)
 
 
-def _looped(step: Callable[..., Any], carry: Any, *arguments: Any) -> list[float]:
-    """Seconds a step of `carry = step(i, carry, *arguments)`."""
+def seconds(step: Callable[..., Any], carry: Any, arguments: tuple[Any, ...] = ()) -> list[float]:
+    """Seconds of `carry = step(i, carry, *arguments)`, `SAMPLES` times."""
 
     @functools.partial(jax.jit, donate_argnums=0)
     def loop(carry, *arguments):
         return jax.lax.fori_loop(0, REPEATS, lambda i, carry: step(i, carry, *arguments), carry)
 
+    carry, arguments = jax.device_put((carry, arguments))
     samples = []
     for _ in range(SAMPLES + 1):
         jax.block_until_ready(carry)
@@ -146,15 +149,15 @@ def _microseconds(samples: list[float]) -> dict[str, float]:
 
 def decode_row(shape: Shape, *, staggered: bool) -> dict[str, Any]:
     """A row of the report; `us_a_layer` is what a decode step of one layer pays."""
-    time_of = _microseconds(decode_steps(shape, staggered=staggered))
+    time_of = _microseconds(seconds(*decode_step(shape, staggered=staggered)))
     kind = {"operation": "demote", "staggered": staggered}
     return kind | dataclasses.asdict(shape) | time_of | {"us_a_layer": round(time_of["us"] / shape.layers, 3)}
 
 
 def prefill_row(shape: Shape) -> dict[str, Any]:
     """A row of the report."""
-    row = {"operation": "write"} | dataclasses.asdict(shape) | _microseconds(prefill(shape, "triton"))
-    row["xla_us"] = _microseconds(prefill(shape, "xla"))["us"]
+    row = {"operation": "write"} | dataclasses.asdict(shape) | _microseconds(seconds(*prefill_step(shape, "triton")))
+    row["xla_us"] = _microseconds(seconds(*prefill_step(shape, "xla")))["us"]
     row["copy_us"] = _microseconds(copied(shape))["us"]
     return row
 

@@ -69,8 +69,8 @@ class _Plan:
 
     @property
     def warps(self) -> int:
-        """32 elements of y a thread, half of that in the smallest tile: more spill."""
-        return 8 if self.tile * self.dim >= ELEMENTS else 4
+        """At most 32 elements of y a thread: more spill."""
+        return 8 if 2 * self.tile * self.dim >= ELEMENTS else 4
 
     @property
     def byte_block(self) -> int:
@@ -358,7 +358,7 @@ def _transform(plan: _Plan, inputs: _Inputs, places: _Places, layer, head) -> ja
         return y + _dot(plan, x, matrix)
 
     zero = jnp.zeros((plan.tile, plan.dim), jnp.float32)
-    return lax.fori_loop(0, pl.cdiv(plan.head_dim, DEPTH), absorb, zero)
+    return lax.fori_loop(jnp.int32(0), jnp.int32(pl.cdiv(plan.head_dim, DEPTH)), absorb, zero)
 
 
 def _quantize_levels(plan: _Plan, code: _Code, y: jax.Array, layer, head):

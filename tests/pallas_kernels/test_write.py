@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pallas_kernels import codec
+from pallas_kernels import codec, sm90
 from pallas_kernels.attention import PlainTiers
 from pallas_kernels.history import History, SidePages, bucket_tables
 from pallas_kernels.rope import Rotary
 from pallas_kernels.storage import loaded, stored
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCode, TransformCodes
-from pallas_kernels.write import demote, demote_ahead, triton, write, xla
+from pallas_kernels.write import benchmark, demote, demote_ahead, triton, write, xla
 from tests.pallas_kernels.codes import transform_code, transform_codes
 
 QUICK = {"xla_backend_optimization_level": 0}  # compiling is nearly all the time of an interpreted kernel
@@ -264,7 +264,7 @@ def assert_near_ties_only(case: Case, state: State, history: History) -> None:
         difference = levels_of(code, np.asarray(got.slots)) - levels
         assert np.abs(difference).max() <= 1
         assert (distance[difference != 0] < NEAR).all()
-        assert (difference != 0).sum() <= max(2, 1e-5 * difference.size)
+        assert (difference != 0).sum() <= 3 + 1e-5 * difference.size  # the rate of E2, and what chance adds to few rows
         same = (difference == 0).all(-1)
         assert same.mean() > 0.9
         dtype = jnp.dtype(state.codes.scale_dtype)
@@ -301,6 +301,25 @@ def test_the_kernel_lowers_for_a_gpu_that_is_not_there_and_works_in_place(name):
     text = lowered(run, state.history, state.k, state.v, state.codes, tiers=case.tiers, **state.arguments)
     assert text.count("xla.gpu.triton") == 2
     assert text.count("output_operand_alias<") == len(jax.tree.leaves(state.history))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ("default", "oscar-reference"))
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+@pytest.mark.parametrize("tokens", (1, 4096))
+def test_the_kernel_spills_no_register_on_hopper(tokens, head_dim, recipe):
+    pytest.importorskip("triton", reason="compiling for sm_90 needs Triton and its ptxas")
+    shape = benchmark.Shape(batch=2, kv_heads=2, layers=2, tokens=tokens, head_dim=head_dim, recipe=recipe)
+    step, carry, arguments = benchmark.decode_step(shape) if tokens == 1 else benchmark.prefill_step(shape, "triton")
+    for kernel in sm90.kernels(sm90.lower(step, jnp.int32(0), carry, *arguments)):
+        assert sm90.compiled(kernel).spills == 0
+
+
+def test_with_x64_enabled_the_kernel_lowers_too():
+    state = build(TURNED, codes_of(TURNED))
+    with jax.enable_x64(True):
+        text = lowered(run, state.history, state.k, state.v, state.codes, tiers=TURNED.tiers, **state.arguments)
+    assert text.count("xla.gpu.triton") == 2
 
 
 @pytest.mark.parametrize(
