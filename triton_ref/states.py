@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 
@@ -11,6 +12,7 @@ from triton_ref.cache import Call, LayerCache, Pages
 from triton_ref.code import TransformCode, TransformCodes
 from triton_ref.tiers import Tiers
 
+Sequence = Callable[[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 GARBAGE = (-1, 2**30, -(2**30))
 
 
@@ -41,11 +43,12 @@ class State:
     call: Call
 
 
-def build(shape: Shape, codes: TransformCodes, *, seed: int) -> State:
-    """A state whose history holds encoded random rows on permuted pages.
+def build(shape: Shape, codes: TransformCodes, sequence: Sequence, *, seed: int) -> State:
+    """A state whose history holds encoded rows on permuted pages.
 
     Args:
         codes: of one layer, `[K, ...]` leaves.
+        sequence: `sequence(b, length)` gives q `[length, N, D]`, k and v `[length, K, D]` of a whole sequence.
     """
     random = torch.Generator().manual_seed(seed)
     kv_heads, dim = codes.key.mu.shape
@@ -60,10 +63,11 @@ def build(shape: Shape, codes: TransformCodes, *, seed: int) -> State:
     def nan(*dims: int) -> torch.Tensor:
         return torch.full(dims, torch.nan, dtype=dtype)
 
+    q = torch.zeros(batch, shape.tokens, shape.q_heads, dim, dtype=dtype)
     rows = [nan(batch, shape.tokens, kv_heads, dim) for _ in range(2)]
     store = LayerCache(
         *(nan(batch, tokens, kv_heads, dim) for tokens in (tiers.sink, tiers.sink, ring, ring)),
-        *(_empty(code, pool, tiers.page, codes.scale_dtype) for code in (codes.key, codes.value)),
+        *(empty_pages(code, pool, tiers.page, codes.scale_dtype, torch.nan) for code in (codes.key, codes.value)),
         ids.int(),
     )
     table = torch.tensor(GARBAGE, dtype=torch.int32).repeat(entries)[:entries].repeat(batch, 1)
@@ -71,10 +75,8 @@ def build(shape: Shape, codes: TransformCodes, *, seed: int) -> State:
         length = start + count
         if not length:
             continue
-        # Heavy tails, and keys with a mean, as activations have.
-        k, v = (torch.randn(length, kv_heads, dim, generator=random) for _ in range(2))
-        k, v = (x.pow(3) / 3 + x for x in (k + 0.5, v))
-        k, v = k.to(dtype), v.to(dtype)
+        queries, k, v = (x.to(dtype) for x in sequence(b, length))
+        q[b, :count] = queries[start:]
         for x, new, sink, recent in zip(
             (k, v), rows, (store.sink_k, store.sink_v), (store.recent_k, store.recent_v), strict=True
         ):
@@ -89,17 +91,17 @@ def build(shape: Shape, codes: TransformCodes, *, seed: int) -> State:
         )
         used = -(-(end - tiers.sink) // tiers.page)
         table[b, :used] = ids[b, :used]
-    q = torch.randn(batch, shape.tokens, shape.q_heads, dim, generator=random) * 1.5
     sink_logits = torch.randn(shape.q_heads, generator=random) if shape.sinks else None
     call = Call(
         torch.tensor(shape.starts, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32), dim**-0.5,
         shape.softcap, shape.window, sink_logits,
     )  # fmt: skip
-    return State(q.to(dtype), *rows, dataclasses.replace(store, page_indices=table), call)
+    return State(q, *rows, dataclasses.replace(store, page_indices=table), call)
 
 
-def _empty(code: TransformCode, pool: int, page: int, scale_dtype: torch.dtype) -> Pages:
+def empty_pages(code: TransformCode, pool: int, page: int, scale_dtype: torch.dtype, fill: float) -> Pages:
+    """Pages of `pool` ids with scales and offsets of `fill`: 0, with slots of 0, or NaN, with slots of 3."""
     rows = (pool, code.mu.shape[0], page)
-    scale = torch.full(rows, torch.nan, dtype=scale_dtype)
-    slots = torch.full((*rows, code.slots // 4), 0xFF, dtype=torch.uint8)
+    scale = torch.full(rows, fill, dtype=scale_dtype)
+    slots = torch.full((*rows, code.slots // 4), 0 if fill == 0 else 0xFF, dtype=torch.uint8)
     return Pages(slots, scale, scale.clone() if code.kind == "minmax" else None)

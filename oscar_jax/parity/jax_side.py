@@ -1,0 +1,292 @@
+"""Operations of a case in JAX: the definition in XLA, and the Pallas kernels."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from calib import fit, linalg
+from calib import moments as calib_moments
+from oscar_jax.models import Decoder, ModelConfig
+from oscar_jax.parity.cases import Case, part
+from oscar_jax.parity.rules import Outputs
+from oscar_jax.step import cache_config, make_step
+from pallas_kernels import codec
+from pallas_kernels.attention import AttentionSpec, PlainTiers
+from pallas_kernels.history import History, SidePages
+from pallas_kernels.rope import Rotary
+from pallas_kernels.storage import loaded, stored
+from pallas_kernels.tiers import Tiers
+from pallas_kernels.transform_code import TransformCode, TransformCodes
+
+Operation = Callable[[Case], Outputs]
+
+
+def xla_operations() -> dict[str, Operation]:
+    """What the definition in XLA does."""
+    from pallas_kernels.attention import xla as attention
+    from pallas_kernels.write import xla as write
+
+    return {
+        "packing": packing,
+        "codec": encode_and_decode,
+        "rotations": rotations,
+        "demotion": functools.partial(demotion, write=write.write),
+        "attention": functools.partial(attend, kernel=attention.attend),
+        "calibration": calibration,
+        "model": model,
+    }
+
+
+def pallas_operations(backend: str) -> dict[str, Operation]:
+    """What the Pallas kernels of "triton" or "tpu" do: on their device, elsewhere in an interpreter.
+
+    Raises:
+        NotImplementedError: the kernels are not part of this version; the message says so.
+    """
+    operations: dict[str, Operation] = {}
+    device = {"triton": "gpu", "tpu": "tpu"}[backend]
+    interpret = jax.default_backend() != device
+    for operation, function, build in (("attention", "attend", attend), ("demotion", "write", demotion)):
+        package = "attention" if operation == "attention" else "write"
+        try:
+            module = importlib.import_module(f"pallas_kernels.{package}.{backend}")
+        except ImportError:
+            continue
+        kernel = functools.partial(getattr(module, function), interpret=interpret)
+        keyword = "kernel" if operation == "attention" else "write"
+        operations[operation] = functools.partial(build, **{keyword: kernel, "tokens_last": backend == "triton"})
+    if not operations:
+        raise NotImplementedError(f"the {backend} kernels are not part of this version")
+    return operations
+
+
+def packing(case: Case) -> Outputs:
+    return {"packed": np.asarray(codec.pack(jnp.asarray(case.inputs["slots"])))}
+
+
+def encode_and_decode(case: Case) -> Outputs:
+    code = TransformCode.from_arrays(part(case.inputs, "code"), **case.meta["code"])
+    exact = _rows(jax.jit(codec.quantize)(code, case.expected["y"]))
+    rows = _rows(jax.jit(codec.encode)(code, case.inputs["x"]))
+    offset = case.expected.get("offset")
+    stored_rows = codec.Encoded(
+        jnp.asarray(case.expected["slots"]),
+        jnp.asarray(case.expected["scale"]),
+        None if offset is None else jnp.asarray(offset),
+    )
+    return {f"y.{name}": x for name, x in exact.items()} | rows | {
+        "x_hat": np.asarray(jax.jit(codec.decode)(code, stored_rows))
+    }  # fmt: skip
+
+
+def rotations(case: Case) -> Outputs:
+    target = case.inputs["target"]
+    dim = target.shape[-1]
+    with jax.enable_x64(True):
+        found = {
+            "eigenvalues": linalg.eigh(jnp.asarray(target), descending=False)[0],
+            "rotation": linalg.reference_rotation(jnp.asarray(target)),
+            "hadamard": linalg.hadamard(dim),
+            "bit_reversal": linalg.bit_reversal(dim),
+        }
+        for name in case.expected:
+            if name.startswith("mixer"):
+                size = int(name.removeprefix("mixer"))
+                found[name] = linalg.mixer(jnp.zeros(size, int), jnp.full(size, size))
+        return {name: np.asarray(x) for name, x in found.items()}
+
+
+def demotion(case: Case, *, write: Callable, tokens_last: bool = False) -> Outputs:
+    """History ends, or pages after a write."""
+    if "positions" in case.inputs:
+        if tokens_last:
+            raise NotImplementedError("tier boundaries are the same function in every kernel")
+        positions = jnp.asarray(case.inputs["positions"])
+        return {"history_end": np.stack([Tiers(*size).history_end(positions) for size in case.meta["tiers"]])}
+    codes, tiers = _codes(case), Tiers(*case.meta["tiers"])
+    pool = case.meta["pool"]
+    history = History(
+        *(_empty(code, pool, tiers.page, last) for code, last in ((codes.key, False), (codes.value, tokens_last)))
+    )
+    rows = len(case.inputs["k"])
+    run = _compiled(functools.partial(write, tiers=tiers))
+    history = run(
+        history,
+        jnp.asarray(case.inputs["k"][None]),
+        jnp.asarray(case.inputs["v"][None]),
+        layer=jnp.int32(0),
+        positions=jnp.arange(tiers.sink, tiers.sink + rows, dtype=jnp.int32)[None],
+        valid=jnp.ones((1, rows), bool),
+        page_indices=jnp.asarray(case.inputs["page_indices"], jnp.int32),
+        codes=codes,
+    )
+    return _page_arrays(history)
+
+
+def attend(case: Case, *, kernel: Callable, tokens_last: bool = False) -> Outputs:
+    meta, arrays = case.meta, case.inputs
+    codes, tiers = _codes(case), Tiers(*meta["tiers"])
+    key, value = (_pages(case, side) for side in ("key", "value"))
+    history = History(key, value.laid_out(tokens_last=tokens_last))
+    plain = [stored(jnp.asarray(arrays[tier][None])) for tier in ("sink_k", "sink_v", "recent_k", "recent_v")]
+    sinks = arrays.get("sink_logits")
+    run = _compiled(functools.partial(kernel, tiers=tiers, spec=AttentionSpec(meta["scale"], meta["softcap"])))
+    out = run(
+        *(jnp.asarray(arrays[name]) for name in ("q", "k", "v")),
+        PlainTiers(*plain),
+        history,
+        layer=jnp.int32(0),
+        starts=jnp.asarray(arrays["starts"]),
+        counts=jnp.asarray(arrays["counts"]),
+        page_indices=jnp.asarray(arrays["page_indices"]),
+        codes=codes,
+        window=None if meta["window"] is None else jnp.int32(meta["window"]),
+        sink_logits=None if sinks is None else jnp.asarray(sinks),
+    )
+    return {"out": np.asarray(out)}
+
+
+def calibration(case: Case) -> Outputs:
+    """Moments of two passes, and the codes of three recipes."""
+    arrays, meta = case.inputs, case.meta
+    layers, _, length, kv_heads, dim = arrays["k"].shape
+    rotary = _rotary(meta["rotary"])
+    settings = {name: meta["settings"][name] for name in ("bucket", "sink", "recent")}
+    recipes = ("oscar-reference", "oscar-head", "default")
+    moments = calib_moments.init(
+        recipes,
+        layers=layers,
+        kv_heads=kv_heads,
+        q_heads=arrays["q"].shape[3],
+        head_dim=dim,
+        value_metric=arrays["value_metric"],
+        **settings,
+    )
+    where = {"positions": np.arange(length), "lengths": np.asarray(meta["lengths"]), "rope": rotary}
+    with jax.enable_x64(True):
+        rows = [jnp.asarray(arrays[name]) for name in ("q", "k", "v")]
+    moments = calib_moments.accumulate(moments, *rows, **where)
+    moments = calib_moments.accumulate(moments, *rows, **where, first_fit=fit.first_fit(moments))
+    found = {f"moments.{name}": np.asarray(x) for name, x in moments.sums.items()}
+    outputs = {name: x for name, x in found.items() if name in case.expected}
+    # A few hundred synthetic tokens are thin statistics, which is what `fit` would warn about.
+    for recipe in recipes:
+        codes = fit.fit(moments, recipe, rope=rotary, max_position=meta["max_position"])
+        for side, code in (("key", codes.key), ("value", codes.value)):
+            if recipe == "default":
+                outputs |= {
+                    f"default.{side}.{n}": np.asarray(getattr(code, n)) for n in ("encode", "bits", "slot_order")
+                }
+            else:
+                outputs[f"{recipe}.{side}.rotation"] = _wide_rotation(moments, side, np.asarray(code.encode))
+    return outputs
+
+
+def _wide_rotation(moments: calib_moments.Moments, side: str, narrow: np.ndarray) -> np.ndarray:
+    """The rotation before it was rounded to the fp32 `narrow`, which it must round to."""
+    settings, sums = moments.settings, {name: np.asarray(x) for name, x in moments.sums.items()}
+    if side == "key":
+        target = sums["query"] / (sums["tokens"] * (settings.q_heads // settings.kv_heads))
+    else:
+        target = sums["logit"] / sums["logit_weight"][..., None, None]
+    if (narrow == narrow[:, :1]).all():
+        target = np.broadcast_to(target.mean(1, keepdims=True), target.shape)
+    with jax.enable_x64(True):
+        wide = np.asarray(linalg.reference_rotation(jnp.asarray(target)))
+    return np.where(np.abs(wide - narrow) < 1e-6, wide, np.nan)
+
+
+def model(case: Case) -> Outputs:
+    """A decoder over a cache in float64, token by token."""
+    meta, tokens = case.meta, case.inputs["tokens"]
+    weights = part(case.inputs, "weights")
+    vocab, hidden = weights["embedding"].shape
+    layers, _, mlp = weights["layers.gate"].shape
+    tiers = Tiers(*meta["tiers"])
+    config = ModelConfig(
+        architecture="llama",
+        vocab_size=vocab,
+        layers=layers,
+        hidden_size=hidden,
+        mlp_size=mlp,
+        q_heads=meta["q_heads"],
+        kv_heads=meta["kv_heads"],
+        head_dim=meta["head_dim"],
+        norm_eps=meta["norm_eps"],
+        rotary=_rotary(meta["rotary"]),
+        max_position=4 * len(tokens),
+        tied_embeddings=True,
+    )
+    with jax.enable_x64(True):
+        decoder = Decoder(config, {name: jnp.asarray(x, jnp.float64) for name, x in weights.items()})
+        options: dict[str, Any] = {"tiers": tiers, "plain_dtype": meta["plain_dtype"], "implementation": "xla"}
+        step = make_step(decoder, cache_config(config, max_length=len(tokens) + tiers.page, **options), _codes(case))
+        cache, logits = step.init(), []
+        for token in tokens:
+            found, cache = step(cache, [[token]])
+            logits.append(np.asarray(found)[0])
+        assert cache.history is not None
+        held = np.arange(tiers.history_tokens(len(tokens)))
+        ids, places = np.asarray(cache.page_indices)[0, held // tiers.page], held % tiers.page
+        outputs: Outputs = {"logits": np.stack(logits)}
+        for side in ("key", "value"):
+            pages = getattr(cache.history, side)
+            outputs[f"{side}.slots"] = np.stack([layer[ids, :, places] for layer in np.asarray(pages.slots)])
+            outputs[f"{side}.scale"] = np.stack([layer[ids, :, places] for layer in np.asarray(pages.scale)])
+        return outputs
+
+
+def _compiled(function: Callable) -> Callable:
+    """On a CPU nearly all the time is LLVM's optimiser, whose work does not change what is compared here."""
+    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    return jax.jit(function, compiler_options=options)
+
+
+def _codes(case: Case) -> TransformCodes:
+    """All layers of a case; one layer gets the axis it lacks."""
+    meta, sides = case.meta["codes"], []
+    for side in ("key", "value"):
+        arrays = part(case.inputs, f"codes.{side}")
+        if arrays["mu"].ndim == 2:
+            arrays = {name: x[None] for name, x in arrays.items()}
+        sides.append(TransformCode.from_arrays(arrays, **meta[side]))
+    rotary = None if meta["rotary"] is None else _rotary(meta["rotary"])
+    return TransformCodes(*sides, rotary, meta["bucket"], meta["scale_dtype"])
+
+
+def _rotary(meta: dict[str, Any]) -> Rotary:
+    return Rotary(tuple(meta["inverse_frequencies"]), meta["rotary_dim"], meta["pairing"])
+
+
+def _pages(case: Case, side: str) -> SidePages:
+    pools = part(case.inputs, f"pages.{side}")
+    scale, offset = (stored(jnp.asarray(pools[name][None])) if name in pools else None for name in ("scale", "offset"))
+    return SidePages(jnp.asarray(pools["slots"][None]), scale, offset)  # type: ignore[arg-type]
+
+
+def _empty(code: TransformCode, pool: int, page: int, tokens_last: bool) -> SidePages:
+    rows = (1, pool, code.kv_heads, page)
+    scale = jnp.zeros(rows, jnp.float16)
+    empty = SidePages(jnp.zeros((*rows, code.slots // 4), jnp.uint8), scale, scale if code.has_offset else None)
+    return empty.laid_out(tokens_last=tokens_last)
+
+
+def _page_arrays(history: History) -> Outputs:
+    outputs = {}
+    for side in ("key", "value"):
+        pages = getattr(history, side).laid_out(tokens_last=False)
+        for name in ("slots", "scale", "offset"):
+            if (pool := getattr(pages, name)) is not None:
+                outputs[f"pages.{side}.{name}"] = np.array(pool if name == "slots" else loaded(pool))[0]
+    return outputs
+
+
+def _rows(encoded: codec.Encoded) -> Outputs:
+    return {name: np.asarray(x) for name, x in zip(encoded._fields, encoded, strict=True) if x is not None}
