@@ -14,7 +14,7 @@ def _selects_gpu(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Test modules import jax and triton, which read these variables once; this hook runs before any of them is imported.
+    # Test modules import jax and triton, which read these variables once; this hook runs before the first of them.
     if not _selects_gpu(config):
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["TRITON_INTERPRET"] = "1"
