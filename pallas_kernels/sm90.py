@@ -136,7 +136,8 @@ def kernels(lowered: jax.stages.Lowered) -> list[Kernel]:
             found[kernel] = None
         return ir.WalkResult.ADVANCE
 
-    lowered.compiler_ir("stablehlo").operation.walk(visit)
+    module: Any = lowered.compiler_ir("stablehlo")
+    module.operation.walk(visit)
     if not found:
         raise ValueError("the lowered function has no Triton kernel; expected a pallas_call with Triton parameters.")
     return list(found)
@@ -153,7 +154,7 @@ def text(kernel: Kernel) -> str:
 
     with make_ir_context() as context:
         dialect.register_dialect(context)
-        return ir.Module.parse(kernel.ir).operation.get_asm(enable_debug_info=False)
+        return str(ir.Module.parse(kernel.ir))
 
 
 def compiled(kernel: Kernel) -> Usage:
@@ -167,7 +168,7 @@ def compiled(kernel: Kernel) -> Usage:
     from triton.backends.compiler import GPUTarget, Language
     from triton.compiler.compiler import make_backend
 
-    backend = make_backend(GPUTarget("cuda", ARCHITECTURE, 32))
+    backend: Any = make_backend(GPUTarget("cuda", ARCHITECTURE, 32))
     # XLA compiles without contracting multiplications and additions.
     options = backend.parse_options({"num_warps": kernel.warps, "num_stages": kernel.stages, "enable_fp_fusion": False})
     context = ir.context()
@@ -277,7 +278,9 @@ def _shape(text: str) -> Any:
         raise argparse.ArgumentTypeError(
             f"expected {','.join(field.name for field in fields)}, at least the first two, got {text!r}"
         )
-    return Shape(*(value if field.type == "str" else int(value) for field, value in zip(fields, values, strict=False)))
+    pairs = zip(fields, values, strict=False)
+    arguments: list[Any] = [value if field.type == "str" else int(value) for field, value in pairs]
+    return Shape(*arguments)
 
 
 def main() -> None:

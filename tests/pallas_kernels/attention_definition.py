@@ -55,14 +55,21 @@ def decode(code, layer, slots, scale, offset):
     return np.einsum("tkn,knd->tkd", rows, matrix) + mu
 
 
-def attention(q, k, v, k_hat, v_hat, *, tiers, scale, softcap=None, window=None, sink_logits=None, chunk_starts=None):
+def attention(
+    q, k, v, k_hat, v_hat, *, tiers, scale, softcap=None, window=None, sink_logits=None, chunk_starts=None, dtype=None
+):
     """Outputs `[T, N, D]` of queries at the last T of n positions.
 
     Args:
         q: `[T, N, D]`. k, v: plain rows `[n, K, D]`. k_hat, v_hat: the same from history, read where due.
         chunk_starts: `[T]`, first position of each query's call, for the chunk-exact rule.
+        dtype: None, or what keys, values, probabilities and outputs are rounded to, as by plain attention in it.
     """
-    q, k, v, k_hat, v_hat = (np.asarray(x, np.float64) for x in (q, k, v, k_hat, v_hat))
+
+    def rounded(x):
+        return np.asarray(x, dtype or np.float64).astype(np.float64)
+
+    q, k, v, k_hat, v_hat = map(rounded, (q, k, v, k_hat, v_hat))
     tokens, heads, dim = q.shape
     count, kv_heads = k.shape[:2]
     out = np.zeros((tokens, heads, dim))
@@ -84,6 +91,6 @@ def attention(q, k, v, k_hat, v_hat, *, tiers, scale, softcap=None, window=None,
             top = np.maximum(top, learnt)
             extra = np.exp(learnt - top)
         weights = np.exp(logits - top)
-        weights /= weights.sum(-1, keepdims=True) + extra
-        out[i] = np.einsum("kgs,skd->kgd", weights, values).reshape(heads, dim)
-    return out
+        total = weights.sum(-1, keepdims=True) + extra
+        out[i] = (np.einsum("kgs,skd->kgd", rounded(weights), values) / total).reshape(heads, dim)
+    return rounded(out)

@@ -146,8 +146,8 @@ def build(case: Case, codes: TransformCodes, *, layer=1, page_order=None) -> Sta
     )  # fmt: skip
 
 
-def expected(case: Case, state: State) -> list:
-    """The definition's outputs `[count, N, D]`, a sequence each."""
+def expected(case: Case, state: State, *, dtype: str | None = None) -> list:
+    """The definition's outputs `[count, N, D]`, a sequence each; in float64, or as plain attention in `dtype`."""
     outputs = []
     for b, (start, count) in enumerate(zip(case.starts, case.new, strict=True)):
         sequence = state.rows[b]
@@ -156,7 +156,7 @@ def expected(case: Case, state: State) -> list:
                 np.asarray(state.q)[b, :count], sequence["k"], sequence["v"], sequence["k_hat"], sequence["v_hat"],
                 tiers=case.tiers, scale=case.spec.scale, softcap=case.softcap, window=case.window,
                 sink_logits=state.arguments["sink_logits"],
-                chunk_starts=[start] * count if case.exact_chunk else None,
+                chunk_starts=[start] * count if case.exact_chunk else None, dtype=dtype,
             )
         )  # fmt: skip
     return outputs
