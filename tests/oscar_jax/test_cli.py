@@ -19,7 +19,7 @@ import pytest
 from oscar_jax import cli
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("demo", "calibrate", "inspect", "generate", "evaluate", "convert", "doctor", "download", "parity")
+COMMANDS = ("demo", "calibrate", "inspect", "generate", "evaluate", "convert", "doctor", "download", "parity", "bench")
 
 
 @pytest.fixture
