@@ -15,6 +15,13 @@ from packaging.requirements import Requirement
 from oscar_jax import download
 
 _DISTRIBUTION = "oscar-jax"
+# What a model's layers ask for, and the operation of `pallas_kernels.dispatch` that does it.
+_OPERATIONS = {
+    "decode attention": "attention",
+    "prefill attention": "attention",
+    "history writes": "write",
+    "demotion": "demote",
+}
 _OPTIONAL = ("torch", "triton", "matplotlib", "libtpu", "jax-cuda13-plugin")
 
 
@@ -33,12 +40,13 @@ def report(folder: Path) -> dict[str, Any]:
 
     Returns:
       A dict fit for JSON: `python`, `packages` (name, installed, wanted, ok), `optional` (name to version or None),
-      `devices` (platform, kind, count), `implementations` (name to None if usable, else the reason), `downloads` (name
-      to path or None), `cache`, `artifacts` (path, about, ok) and `problems` (sentences).
+      `devices` (platform, kind, count), `implementations` (name to None if usable, else the reason), `operations` (name
+      to which implementation `runs`, None if none does, and why the others are `passed_over`), `downloads` (name to
+      path or None), `cache`, `artifacts` (path, about, ok) and `problems` (sentences).
     """
     packages = _packages()
     devices, device_problem = _devices()
-    implementations, implementation_problem = _implementations()
+    implementations, operations, implementation_problem = _implementations()
     problems = [
         f"{each['name']} {each['installed'] or 'is missing'}, wanted {each['wanted'] or 'any'}; reinstall"
         for each in packages
@@ -53,6 +61,7 @@ def report(folder: Path) -> dict[str, Any]:
         "optional": {name: _installed(name) for name in _OPTIONAL},
         "devices": devices,
         "implementations": implementations,
+        "operations": operations,
         "cache": str(download.cache_dir()),
         "downloads": {name: _text_or_none(download.find(name)) for name in download.ASSETS},
         "artifacts": _artifacts(folder),
@@ -75,6 +84,11 @@ def as_text(found: dict[str, Any]) -> str:
     lines += [f"  {name:<18} {reason or 'works here'}" for name, reason in found["implementations"].items()] or [
         "  none"
     ]
+    lines += ["", "what runs by default"]
+    for name, operation in found["operations"].items():
+        reasons = "".join(f"; not {other}: {reason}" for other, reason in operation["passed_over"].items())
+        runs = f"{operation['runs']}, the best that works here" if operation["runs"] else "nothing"
+        lines.append(f"  {name:<18} {runs}{reasons}")
     lines += ["", f"downloads in {found['cache']}"]
     lines += [f"  {name:<18} {path or 'not fetched'}" for name, path in found["downloads"].items()]
     lines += ["", "artifacts below this folder"]
@@ -113,13 +127,24 @@ def _devices() -> tuple[list[dict[str, Any]], str | None]:
     return [{"platform": p, "kind": kind, "count": count} for (p, kind), count in kinds.items()], None
 
 
-def _implementations() -> tuple[dict[str, str | None], str | None]:
+def _implementations() -> tuple[dict[str, str | None], dict[str, dict[str, Any]], str | None]:
     try:
         from pallas_kernels import dispatch
 
-        return dispatch.availability(), None
+        operations = {name: _choice(dispatch.availability(operation)) for name, operation in _OPERATIONS.items()}
+        return dispatch.availability(), operations, None
     except (ImportError, RuntimeError) as error:
-        return {}, f"the attention implementations cannot be listed: {error}"
+        return {}, {}, f"the attention implementations cannot be listed: {error}"
+
+
+def _choice(reasons: dict[str, str | None]) -> dict[str, Any]:
+    """The first implementation that works, and the reasons of those before it."""
+    passed_over: dict[str, str] = {}
+    for name, reason in reasons.items():
+        if reason is None:
+            return {"runs": name, "passed_over": passed_over}
+        passed_over[name] = reason
+    return {"runs": None, "passed_over": passed_over}
 
 
 def _artifacts(folder: Path) -> list[dict[str, Any]]:

@@ -33,12 +33,12 @@ def implementations() -> tuple[str, ...]:
     return (*_TABLE["attention"], *_ABSENT)
 
 
-def availability() -> dict[str, str | None]:
-    """For every implementation, None where it runs here, else the reason why not."""
+def availability(operation: str = "attention") -> dict[str, str | None]:
+    """For every implementation of an operation, best first, None where it runs here, else the reason why not."""
     reasons: dict[str, str | None] = {}
-    for name in _TABLE["attention"]:
+    for name in _TABLE[operation]:
         try:
-            _load("attention", name)
+            _load(operation, name)
             reasons[name] = None
         except (ImportError, NotImplementedError) as error:
             reasons[name] = str(error)

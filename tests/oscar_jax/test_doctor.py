@@ -21,9 +21,9 @@ def dispatch(monkeypatch):
     """A stand-in for the table of implementations, so that these tests do not depend on what this machine can run."""
     import pallas_kernels
 
-    table: dict[str, str | None] = {"xla": None, "triton": "no NVIDIA GPU here"}
+    table: dict[str, str | None] = {"triton": "no NVIDIA GPU here", "xla": None, "tpu": "no TPU here"}
     module = types.ModuleType("pallas_kernels.dispatch")
-    module.availability = lambda: dict(table)  # pyright: ignore[reportAttributeAccessIssue]
+    module.availability = lambda operation="attention": dict(table)  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setitem(sys.modules, "pallas_kernels.dispatch", module)
     monkeypatch.setattr(pallas_kernels, "dispatch", module, raising=False)
     return table
@@ -52,7 +52,7 @@ def test_report_is_json_and_complete(dispatch, empty, declared):
     declared("jax>=0.10.2,<0.13", "numpy>=2.0")
     found = json.loads(json.dumps(doctor.report(empty)))
     assert found["problems"] == []
-    assert found["implementations"] == {"xla": None, "triton": "no NVIDIA GPU here"}
+    assert found["implementations"] == {"triton": "no NVIDIA GPU here", "xla": None, "tpu": "no TPU here"}
     assert found["devices"] == [{"platform": "cpu", "kind": "cpu", "count": 8}]
     assert found["python"]["version"] == sys.version.split()[0]
     assert [package["name"] for package in found["packages"]] == ["jax", "numpy"]
@@ -71,6 +71,25 @@ def test_broken_xla_is_a_problem_and_an_absent_gpu_is_not(dispatch, empty, decla
     declared()
     dispatch["xla"] = "broken"
     assert doctor.report(empty)["problems"] == ["the XLA implementation, which should work anywhere, does not: broken"]
+
+
+def test_what_runs_is_the_first_that_works_with_the_reasons_of_those_before(dispatch, empty, declared):
+    declared()
+    chosen = {"runs": "xla", "passed_over": {"triton": "no NVIDIA GPU here"}}
+    names = ("decode attention", "prefill attention", "history writes", "demotion")
+    assert doctor.report(empty)["operations"] == dict.fromkeys(names, chosen)
+    dispatch["triton"] = None
+    assert doctor.report(empty)["operations"]["demotion"] == {"runs": "triton", "passed_over": {}}
+    dispatch.update(triton="gone", xla="broken")
+    none = {"runs": None, "passed_over": {"triton": "gone", "xla": "broken", "tpu": "no TPU here"}}
+    assert doctor.report(empty)["operations"]["history writes"] == none
+
+
+def test_every_operation_is_one_that_this_machine_can_do(empty, declared):
+    declared()
+    found = doctor.report(empty)["operations"]
+    assert all(each["runs"] for each in found.values())
+    assert set(found) == {"decode attention", "prefill attention", "history writes", "demotion"}
 
 
 def test_files_are_found(dispatch, empty, declared):
@@ -100,7 +119,14 @@ def test_text_names_every_fact(dispatch, empty, declared, capsys):
     declared("jax>=0.10.2")
     assert doctor.run(argparse.Namespace(json=False)) == 0
     text = capsys.readouterr().out
-    for part in ("8 x cpu", "no NVIDIA GPU here", "works here", "not fetched", "no problems found", "jax"):
+    for part in (
+        "8 x cpu",
+        "xla, the best that works here; not triton: no NVIDIA GPU here",
+        "works here",
+        "not fetched",
+        "no problems found",
+        "jax",
+    ):
         assert part in text
 
 
