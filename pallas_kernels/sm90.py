@@ -20,7 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+
+from pallas_kernels.storage import storage_dtype
 
 ARCHITECTURE = 90
 TARGETS = ("__gpu$xla.gpu.triton", "xla.gpu.triton")
@@ -201,8 +204,10 @@ def compiled_by_xla(lowered: jax.stages.Lowered) -> list[Usage]:
     usages = []
     for source in sources:
         entry = re.search(r"\.entry (\w+)", source)
-        if entry is not None:  # XLA numbers kernels of one name
-            kernel = max((x for x in named.values() if entry[1].startswith(x.name)), key=lambda x: len(x.name))
+        # XLA numbers kernels of one name, and has kernels of its own.
+        origins = [kernel for name, kernel in named.items() if entry is not None and entry[1].startswith(name)]
+        if entry is not None and origins:
+            kernel = max(origins, key=lambda kernel: len(kernel.name))
             usages.append(_assembled(dataclasses.replace(kernel, name=entry[1]), source, None, _ptxas()))
     return usages
 
@@ -252,62 +257,123 @@ def instructions(code: str) -> int:
     return len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.MULTILINE))
 
 
-def decode(shape: Any, sharding: jax.sharding.Sharding | None = None) -> jax.stages.Lowered:
-    """Decode attention of a shape of the benchmark, lowered from shapes alone; `sharding` as in `lower`."""
-    from pallas_kernels.attention import benchmark
+# Operations: a shape of their benchmark, lowered from shapes alone. `sharding` as in `lower`.
 
-    static: list[benchmark.Workload] = []
+
+def decode(shape: Any, sharding: jax.sharding.Sharding | None = None) -> jax.stages.Lowered:
+    """Decode attention of a `pallas_kernels.attention.benchmark.Shape`."""
+    from pallas_kernels.attention import benchmark, triton
+
+    return _attention(triton.attend, lambda: benchmark.workload(shape), sharding)
+
+
+def prefill(shape: Any, sharding: jax.sharding.Sharding | None = None) -> jax.stages.Lowered:
+    """Attention of a chunk of `q_len` tokens, of the same kind of shape."""
+    from pallas_kernels.attention import benchmark_prefill, triton_prefill
+
+    return _attention(triton_prefill.attend, lambda: benchmark_prefill.prefill_workload(shape), sharding)
+
+
+def _attention(attend: Callable[..., Any], make: Callable[[], Any], sharding: Any) -> jax.stages.Lowered:
+    works: list[Any] = []
 
     def arguments():
-        static.append(benchmark.workload(shape))
-        return static[0].q, *static[0].arrays
+        works.append(make())
+        return works[0].q, *works[0].arrays
 
     def call(q, k, v, plain, history, lengths, codes):
-        [work] = static
-        return benchmark.attend(q, k, v, plain, history, codes=codes, tiers=work.tiers, spec=work.spec, **lengths)
+        [work] = works
+        return attend(q, k, v, plain, history, codes=codes, tiers=work.tiers, spec=work.spec, **lengths)
 
     return lower(call, *jax.eval_shape(arguments), sharding=sharding)
 
 
-def _shape(text: str) -> Any:
-    from pallas_kernels.attention.benchmark import Shape
+def write(shape: Any, sharding: jax.sharding.Sharding | None = None) -> jax.stages.Lowered:
+    """Writes of a `pallas_kernels.write.benchmark.Shape`: demotion in a step of one token, or a layer of many."""
+    from pallas_kernels.attention.api import PlainTiers
+    from pallas_kernels.history import init_history
+    from pallas_kernels.write import benchmark, triton
 
-    fields = dataclasses.fields(Shape)
+    tiers, batch = benchmark.TIERS, shape.batch
+    tail, pages = (shape.kv_heads, shape.head_dim), 1 + shape.tokens // benchmark.TIERS.page
+
+    def arguments():
+        codes = benchmark.random_codes(shape)
+        history = init_history(codes, pages=batch * pages, page=tiers.page, values_tokens_last=True)
+        rows = jnp.zeros((batch, shape.tokens, *tail), jnp.bfloat16)
+        ring = jnp.zeros((shape.layers, batch, tiers.ring(1), *tail), storage_dtype(jnp.bfloat16))
+        return history, codes, rows, ring, jnp.zeros((batch, pages), jnp.int32), jnp.zeros((batch,), jnp.int32)
+
+    def call(history, codes, rows, ring, table, starts):
+        common: dict[str, Any] = {"page_indices": table, "codes": codes, "tiers": tiers}
+        if shape.tokens == 1:
+            plain = PlainTiers(ring[:, :, :0], ring[:, :, :0], ring, ring)
+            return triton.demote_ahead(history, plain, tokens=1, starts=starts, counts=starts + 1, **common)
+        positions = starts[:, None] + jnp.arange(shape.tokens)
+        valid = positions >= tiers.sink
+        return triton.write(history, rows, rows, layer=jnp.int32(0), positions=positions, valid=valid, **common)
+
+    return lower(call, *jax.eval_shape(arguments), sharding=sharding)
+
+
+OPERATIONS = {"decode": decode, "prefill": prefill, "write": write}
+
+
+def shapes(operation: str) -> tuple[type, list[Any]]:
+    """The class of an operation's shapes, and those whose speed matters most."""
+    from pallas_kernels.attention import benchmark, benchmark_prefill
+    from pallas_kernels.write import benchmark as benchmark_write
+
+    if operation == "write":
+        kind = benchmark_write.Shape
+        return kind, [kind(tokens=n, layers=2, recipe=r) for r in ("default", "oscar-reference") for n in (1, 4096)]
+    return benchmark.Shape, list({"decode": benchmark.SHAPES, "prefill": benchmark_prefill.SHAPES}[operation])
+
+
+def shape_of(kind: type, text: str) -> Any:
+    """A shape from its first fields, separated by commas.
+
+    Raises:
+        ValueError: too many, or not a number where one is due.
+    """
+    fields = dataclasses.fields(kind)
     values = text.split(",")
-    if not 2 <= len(values) <= len(fields):
-        raise argparse.ArgumentTypeError(
-            f"expected {','.join(field.name for field in fields)}, at least the first two, got {text!r}"
-        )
+    if len(values) > len(fields):
+        raise ValueError(f"shape {text!r}: expected at most {','.join(field.name for field in fields)}.")
     pairs = zip(fields, values, strict=False)
-    arguments: list[Any] = [value if field.type == "str" else int(value) for field, value in pairs]
-    return Shape(*arguments)
+    return kind(*(value if field.type in (str, "str") else int(value) for field, value in pairs))
 
 
 def main() -> None:
-    from pallas_kernels.attention.benchmark import SHAPES
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--operation", choices=OPERATIONS, default="decode", help="default: %(default)s")
     parser.add_argument(
-        "--shape", type=_shape, action="append", metavar="B,CONTEXT,N,K,D,T", help="may be repeated (default: all)"
+        "--shape",
+        action="append",
+        metavar="B,CONTEXT,N,K,D,T",
+        help="for write B,T,L,K,D; more fields as in the benchmark's Shape; may be repeated (default: the main ones)",
     )
     parser.add_argument("--kernel", default="", help="only kernels whose name contains this")
     parser.add_argument("--dump", type=Path, metavar="DIR", help="write each kernel's PTX and machine code here")
-    parser.add_argument("--xla", action="store_true", help="compile with XLA: exact, slower")
+    parser.add_argument("--xla", action="store_true", help="compile with XLA: exact")
     options = parser.parse_args()
+    kind, main_shapes = shapes(options.operation)
+    lowered = OPERATIONS[options.operation]
     print(f"{'kernel':24} {'grid':>15} warps registers spills stack shared resident instructions")
-    for shape in options.shape or SHAPES:
+    for shape in [shape_of(kind, text) for text in options.shape or ()] or main_shapes:
         print(" ".join(f"{name}={value}" for name, value in dataclasses.asdict(shape).items()), flush=True)
         if options.xla:
-            usages = iter(compiled_by_xla(decode(shape, absent_gpu())))
+            usages = iter(compiled_by_xla(lowered(shape, absent_gpu())))
         else:
-            usages = (compiled(kernel) for kernel in kernels(decode(shape)) if options.kernel in kernel.name)
+            usages = (compiled(kernel) for kernel in kernels(lowered(shape)) if options.kernel in kernel.name)
         for i, usage in enumerate(usages):
             if options.kernel in usage.kernel.name:
                 code = sass(usage)
                 print(_line(usage, instructions(code)), flush=True)
                 if options.dump:
                     options.dump.mkdir(parents=True, exist_ok=True)
-                    stem = f"{shape.batch}x{shape.context}-{i}-{usage.kernel.name}"
+                    fields = "-".join(map(str, dataclasses.astuple(shape)))
+                    stem = f"{options.operation}-{fields}-{i}-{usage.kernel.name}"
                     (options.dump / f"{stem}.ptx").write_text(usage.ptx)
                     (options.dump / f"{stem}.sass").write_text(code)
 
