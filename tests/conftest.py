@@ -15,7 +15,9 @@ def _selects_gpu(config: pytest.Config) -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     # Test modules import jax and triton, which read these variables once; this hook runs before the first of them.
-    if not _selects_gpu(config):
+    if _selects_gpu(config):
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # one device, many workers
+    else:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["TRITON_INTERPRET"] = "1"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()

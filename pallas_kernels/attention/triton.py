@@ -1,8 +1,8 @@
 """Three-tier decode attention on NVIDIA GPUs, through Pallas' Triton lowering.
 
-Four launches, more for many splits. `_prepare` transforms every query once for each bucket; `_attend_plain` reads the
-plain tokens; `_attend_history` reads packed slots, one span of tiles a program; `_merge` makes one of some splits;
-`_finish` merges what is left and maps the slot accumulator back with E.
+Three launches, more for many splits. `_begin` transforms every query once for each bucket and reads the plain tokens;
+`_attend_history` reads packed slots, one span of tiles a program; `_merge` makes one of some splits; `_finish` merges
+what is left and maps the slot accumulator back with E.
 
 `_attend_history` runs on integer tensor cores. One logic operation on a 32-bit register of packed bytes yields four
 int8 operands: plane i (bits 2i, 2i + 1 of every byte) left in place is `code 4^i`, plane 3 with its top bit flipped is
@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -31,7 +32,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import codec
 from pallas_kernels.attention.api import AttentionSpec, PlainTiers
-from pallas_kernels.history import History, bucket_tables
+from pallas_kernels.history import History, turn_factors
 from pallas_kernels.storage import loaded
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
@@ -41,21 +42,26 @@ FULL = 32000.0  # largest fixed-point number: 16 bits with headroom for the borr
 TINY = 1e-30
 MAGIC = 1.5 * 2.0**23
 MAGIC_BITS = 0x4B400000
+JOINED = 257 * MAGIC
 LOG2E = math.log2(math.e)
 PLANES = codec.PLANES
 TILE = 128  # tokens of a tile of history
 PART = 32  # tokens of a tile that go through softmax at a time: `[PART, R]` has the layout of the accumulators
-PLAIN_TILE = 64  # plain tokens of a program
+PLAIN_SPAN = 96  # places of the ring that a program reads
+PLAIN_TILE = 16  # of which so many at a time
 MAX_TOKENS = 16
-MAX_ROWS = 16  # query rows of a program
+MAX_ROWS = 8  # query rows of a program; 16 would need more registers than there are
 MAX_HEAD_DIM = 256
-QUERY_COLUMNS = 64
+BEGIN_STAGES = 2
+QUERY_COLUMNS = 16  # transformed queries of a program
 DEPTH = 32  # coordinates that `_prepare` contracts at a time
+PIECE = 32  # coordinates of a program of `_finish` where there are few programs
 MERGE = 16  # splits that `_merge` makes one of
 CHUNK = 8  # of which so many are read at a time
-WAVE = 1584  # programs over history at once on an H200: 132 multiprocessors with 12 warps each
+WAVE = 132  # multiprocessors of an H200, to choose spans by
+WARPS, WARPS_OF_MANY_ROWS = 12, 8  # of `_attend` on one of them, with four query rows and with more
+LATENT, OVERHEAD = 7.7, 1.5
 MULTIPROCESSORS = 96  # to share out smaller launches; an H100 has up to 132, an A100 108
-LONG = 16  # tiles that are worth a program where programs abound
 UNLIMITED = np.iinfo(np.int32).max // 2
 
 
@@ -76,7 +82,6 @@ class _Plan:
     bucket: int  # tiles of a bucket, all of them without buckets
     buckets: int
     splits: int
-    columns: int  # transformed queries of a program of `_prepare`
     ring: int  # tokens
     tiers: Tiers
     spec: AttentionSpec
@@ -89,7 +94,7 @@ class _Plan:
     @property
     def dim(self) -> int:
         """Head size of a block."""
-        return max(DEPTH, pl.next_power_of_2(self.head_dim))
+        return max(32, pl.next_power_of_2(self.head_dim))
 
     @property
     def key_block(self) -> int:
@@ -101,20 +106,17 @@ class _Plan:
         return max(16, pl.next_power_of_2(self.value_bytes))
 
     @property
-    def plain_splits(self) -> int:
-        return self.sink_splits + self.ring_splits + 1
-
-    @property
-    def sink_splits(self) -> int:
-        return pl.cdiv(self.tiers.sink, PLAIN_TILE)
-
-    @property
     def ring_splits(self) -> int:
-        return pl.cdiv(self.ring, PLAIN_TILE)
+        return pl.cdiv(self.ring, PLAIN_SPAN)
+
+    @property
+    def plain_splits(self) -> int:
+        """The first of sinks and new tokens, the others of the ring."""
+        return 1 + self.ring_splits
 
     @property
     def query_blocks(self) -> int:
-        return pl.cdiv(self.buckets * self.rows, self.columns)
+        return pl.cdiv(self.buckets * self.rows, QUERY_COLUMNS)
 
     @property
     def logit_scale(self) -> float:
@@ -166,51 +168,47 @@ def attend(
     limit = jnp.asarray(UNLIMITED if window is None else window, jnp.int32).reshape(1)
     launch = functools.partial(_launch, plan)
 
-    queries, numbers = launch(
-        _prepare,
-        (batch, heads, plan.query_blocks),
+    partial = functools.partial(_partials, batch, heads, plan)
+    # fp16 holds E, a rotation of the order of one. XLA lifts the conversion out of a loop over layers.
+    decode = codes.key.decode if q.dtype == jnp.float32 else jnp.asarray(codes.key.decode, jnp.float16)
+    lengths = (layer, limit, starts.astype(jnp.int32), counts.astype(jnp.int32))
+    plain_output, plain_sums, queries, numbers = launch(
+        _begin,
+        (batch, heads, plan.query_blocks + plan.plain_splits),
         [
-            ((batch, heads, plan.buckets, PLANES * plan.key_block, 2 * plan.rows), jnp.int8),
+            *partial(plan.plain_splits, plan.dim),
+            ((batch, heads, plan.buckets, 2 * plan.rows, PLANES * plan.key_block), jnp.int8),
             ((batch, heads, plan.buckets, len(_Numbers._fields), plan.rows), jnp.float32),
         ],
-        (layer, q, codes.key.decode, codes.key.mu, *_turns(codes, tiers, plan)),
-        warps=8 if plan.columns > 32 else 4,
+        (*lengths, q, k, v, *jax.tree.leaves(plain), decode, codes.key.mu, *_turns(codes, tiers, plan)),
+        warps=1,
+        stages=BEGIN_STAGES,
     )
-    partial = functools.partial(_partials, batch, heads, plan)
     offsets = [x for x in (history.key.offset, history.value.offset) if x is not None]
-    lengths = (layer, limit, starts.astype(jnp.int32), counts.astype(jnp.int32))
-    plain_output, plain_sums = launch(
-        _attend_plain,
-        (batch, heads, plan.plain_splits),
-        [
-            ((batch, heads, plan.plain_splits, plan.dim, plan.rows), jnp.float32),
-            ((batch, heads, plan.plain_splits, 2, plan.rows), jnp.float32),
-        ],
-        (*lengths, q, k, v, *jax.tree.leaves(plain)),
-        warps=4,
-    )
     output, sums = launch(
         _attend_history,
         (batch, heads, plan.splits),
-        partial(plan.splits),
+        partial(plan.splits, PLANES * plan.value_block),
         (
             *lengths, page_indices.astype(jnp.int32), queries, numbers,
             history.key.slots, history.key.scale, history.value.slots, history.value.scale, *offsets,
         ),
         warps=1,
-        stages=3,
+        stages=3 if plan.rows < 8 else 2,
     )  # fmt: skip
     while output.shape[2] > 2 * MERGE:
         groups = pl.cdiv(output.shape[2], MERGE)
-        output, sums = launch(_merge, (batch, heads, groups), partial(groups), (output, sums), warps=4)
-    parts = plan.dim // DEPTH
+        output, sums = launch(
+            _merge, (batch, heads, groups), partial(groups, PLANES * plan.value_block), (output, sums), warps=4
+        )
+    parts = 1 if batch * heads >= MULTIPROCESSORS else plan.dim // PIECE
     sinks = () if sink_logits is None else (sink_logits.astype(jnp.float32),)
     [out] = launch(
         functools.partial(_finish, parts=parts),
         (batch, heads, parts),
         [(q.shape, q.dtype)],
         (layer, output, sums, plain_output, plain_sums, codes.value.decode, codes.value.mu, *sinks),
-        warps=4,
+        warps=8 if parts == 1 else 4,
     )
     return out
 
@@ -228,10 +226,10 @@ def _launch(plan: _Plan, kernel, grid, outputs, operands, *, warps: int, stages:
     )(*map(jnp.asarray, operands))
 
 
-def _partials(batch: int, heads: int, plan: _Plan, splits: int):
-    """Outputs `[B, H, splits, N_v R]`, blocks of slots whole, and maxima and sums `[B, H, splits, 2, R]`."""
+def _partials(batch: int, heads: int, plan: _Plan, splits: int, width: int):
+    """Unnormalised outputs `[B, H, splits, width R]`, and maxima and sums `[B, H, splits, 2, R]`."""
     return [
-        ((batch, heads, splits, PLANES * plan.value_block * plan.rows), jnp.float32),
+        ((batch, heads, splits, width * plan.rows), jnp.float32),
         ((batch, heads, splits, 2, plan.rows), jnp.float32),
     ]
 
@@ -263,52 +261,43 @@ def _plan(q, k, plain, history, page_indices, codes, tiers, spec, windowed, span
     rows = tokens * (heads // kv_heads)
     block = min(MAX_ROWS, max(4, pl.next_power_of_2(rows)))
     row_blocks = pl.cdiv(rows, block)
-    span = _span(total, bucket, batch * kv_heads * row_blocks) if span is None else span
+    span = _span(total, bucket, batch * kv_heads * row_blocks, block) if span is None else span
     buckets = pl.cdiv(total, bucket)
-    columns = max(16, min(QUERY_COLUMNS, pl.next_power_of_2(buckets * block)))
-    while columns > 16 and batch * kv_heads * row_blocks * pl.cdiv(buckets * block, columns) < MULTIPROCESSORS:
-        columns //= 2
     rotary = None
     if codes.bucket is not None and codes.rotary is not None:
         rotary = (codes.rotary.rotary_dim, codes.rotary.pairing == "interleaved")
     return _Plan(
         tokens=tokens, groups=heads // kv_heads, rows=block, row_blocks=row_blocks, head_dim=dim,
         key_bytes=codes.key.slots // PLANES, value_bytes=codes.value.slots // PLANES, page=page, tile=tile,
-        span=span, bucket=bucket, buckets=buckets, splits=pl.cdiv(total, span), columns=columns, ring=ring, tiers=tiers,
+        span=span, bucket=bucket, buckets=buckets, splits=pl.cdiv(total, span), ring=ring, tiers=tiers,
         spec=spec, windowed=windowed, key_offset=codes.key.has_offset, value_offset=codes.value.has_offset,
         rotary=rotary, interpret=interpret,
     )  # fmt: skip
 
 
-def _span(tiles: int, bucket: int, sequences: int) -> int:
-    """Tiles of a program: an even part of a bucket, or whole buckets.
+def _span(tiles: int, bucket: int, sequences: int, rows: int) -> int:
+    """Tiles of a program, an even part of a bucket or whole buckets: those that should end first.
 
-    As many as leave several waves of programs, so that the last one weighs little, or else as few as fit into one.
+    Programs come in waves of as many warps as fit. A tile takes in proportion to the warps at work, but never less than
+    with `LATENT` of them; what a program does besides takes as long as `OVERHEAD` tiles (fitted to an H200).
     """
     parts = [1 << i for i in range(tiles.bit_length())] if bucket >= tiles else range(1, bucket)
     spans = [d for d in parts if bucket >= tiles or bucket % d == 0]
     spans += range(bucket, max(bucket, tiles) + 1, bucket)
-    programs = {span: sequences * pl.cdiv(tiles, span) for span in spans}
-    several = [span for span in spans if programs[span] >= 2.5 * WAVE and span >= LONG]
-    return max(several) if several else min((span for span in spans if programs[span] <= WAVE), default=spans[-1])
+    warps = WARPS if rows < 8 else WARPS_OF_MANY_ROWS
+
+    def cost(span: int) -> tuple[float, int]:
+        full, rest = divmod(sequences * pl.cdiv(tiles, span), WAVE * warps)
+        last = max(LATENT, rest / WAVE) if rest else 0
+        return (span + OVERHEAD) * (full * warps + last), -span
+
+    return min(spans, key=cost)
 
 
 def _turns(codes: TransformCodes, tiers: Tiers, plan: _Plan) -> tuple[np.ndarray, ...]:
-    """Factors `[buckets, D]` of x and of its partner coordinate in `x R(-B)`; none without buckets."""
-    if plan.rotary is None:
-        return ()
-    tables = bucket_tables(codes, tiers, tiers.sink + plan.buckets * plan.bucket * plan.tile, np.float32)
-    assert tables is not None
-    cos, sin = tables
-    size, neighbours = plan.rotary
-    own, partner = np.ones((plan.buckets, plan.dim), np.float32), np.zeros((plan.buckets, plan.dim), np.float32)
-    first, second = (
-        (np.arange(0, size, 2), np.arange(1, size, 2))
-        if neighbours
-        else (np.arange(size // 2), np.arange(size // 2, size))
-    )
-    own[:, first], own[:, second], partner[:, first], partner[:, second] = cos, cos, sin, -sin
-    return own, partner
+    """`turn_factors` of all buckets, times the factor on logits; none without buckets."""
+    factors = turn_factors(codes, tiers, tiers.sink + plan.buckets * plan.bucket * plan.tile, plan.dim)
+    return tuple(np.float32(plan.logit_scale) * x for x in factors)
 
 
 # Kernels. Every operand is a whole array; programs index it themselves.
@@ -325,6 +314,24 @@ class _Numbers(NamedTuple):
     constant: jax.Array
     sigma: jax.Array
     shift: jax.Array
+
+
+class _Slots(NamedTuple):
+    """Slots of a block in the order of its planes, padded: which plane, which stored slot, whether it exists."""
+
+    plane: jax.Array
+    number: jax.Array
+    row: jax.Array | None  # whether it exists, `[1, slots]`; None where all do
+    column: jax.Array | None
+
+    @classmethod
+    def of(cls, block: int, count: int) -> _Slots:
+        slot = _iota(PLANES * block)
+        plane, byte = _div(slot, block), _rem(slot, block)
+        if block == count:
+            return cls(plane, slot, None, None)
+        kept = byte < count
+        return cls(plane, jnp.where(kept, plane * count + byte, 0), kept[None, :], kept[:, None])
 
 
 class _Rows(NamedTuple):
@@ -354,6 +361,26 @@ def _iota(size: int) -> jax.Array:
     return jnp.arange(size, dtype=jnp.int32)
 
 
+def _bounded(size: int, count: int) -> tuple[jax.Array, jax.Array | None]:
+    """Indices below `count`, padded with zeros to `size`, and which exist `[1, size]`; None where all do."""
+    index = _iota(size)
+    return (index, None) if size == count else (jnp.where(index < count, index, 0), (index < count)[None, :])
+
+
+def _both(*masks: jax.Array | None) -> jax.Array | None:
+    known = [mask for mask in masks if mask is not None]
+    return functools.reduce(jnp.logical_and, known) if known else None
+
+
+def _load(ref, *indices, mask: jax.Array | None = None) -> jax.Array:
+    """Elements at index arrays that broadcast against each other; zeros where masked."""
+    at = _at(ref, *indices)
+    if mask is None:
+        return plgpu.load(at)
+    shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in indices))
+    return plgpu.load(at, mask=jnp.broadcast_to(mask, shape), other=0)
+
+
 def _program(plan: _Plan):
     """Sequence, KV head, block of query rows, index of the head in partial results, third index."""
     index = pl.program_id(1)
@@ -372,8 +399,12 @@ def _dot(plan: _Plan, a: jax.Array, b: jax.Array, *, exact: bool = True, contrac
     )  # fmt: skip
 
 
-def _integer_dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    return lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32)
+def _integers(pairs: Sequence[tuple[jax.Array, jax.Array]], contract: int = 0) -> jax.Array:
+    """Sum of int8 products below 2^22 in magnitude, plus `MAGIC_BITS`, int32: the bits of a float 1.5 2^23 larger."""
+    total = jnp.full((pairs[0][0].shape[0], pairs[0][1].shape[1 - contract]), MAGIC_BITS, jnp.int32)
+    for a, b in pairs:
+        total += lax.dot_general(a, b, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.int32)
+    return total
 
 
 def _asm(instruction: str, *args: jax.Array) -> jax.Array:
@@ -388,6 +419,10 @@ def _asm(instruction: str, *args: jax.Array) -> jax.Array:
 
 def _exp2(plan: _Plan, x: jax.Array) -> jax.Array:
     return jnp.exp2(x) if plan.interpret else _asm("ex2.approx.ftz.f32", x)
+
+
+def _log2(plan: _Plan, x: jax.Array) -> jax.Array:
+    return jnp.log2(x) if plan.interpret else _asm("lg2.approx.ftz.f32", x)
 
 
 def _fma(plan: _Plan, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
@@ -433,152 +468,198 @@ def _wrapped(x: int) -> np.int32:
     return np.int32((x + 2**31) % 2**32 - 2**31)
 
 
-def _join_bytes(x: jax.Array) -> jax.Array:
-    """int32 `[n, 2 R]` products of neighbouring bytes to fp32 `[n, R]`."""
-    high, low = lax.split(x.reshape(x.shape[0], x.shape[1] // 2, 2), (1, 1), axis=2)
-    return (high * 256 + low).reshape(x.shape[0], x.shape[1] // 2).astype(jnp.float32)
+def _join_bytes(plan: _Plan, x: jax.Array, unit: jax.Array, add: jax.Array) -> jax.Array:
+    """fp32 `[n, R]` of `unit (256 high + low) + add`, from neighbouring int32 sums that `_integers` made, `[n, 2 R]`.
+
+    The sums are read as the floats that their bits are, 1.5 2^23 larger: `add` comes with `JOINED unit` taken away.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.float32).reshape(x.shape[0], x.shape[1] // 2, 2)
+    high, low = (y.reshape(y.shape[:2]) for y in lax.split(bits, (1, 1), axis=2))
+    unit = unit[None, :]
+    return _fma(plan, high, 256 * unit, _fma(plan, low, unit, add))
 
 
-def _prepare(layer_ref, q_ref, decode_ref, mu_ref, *refs, plan: _Plan):
+def _begin(
+    layer_ref, window_ref, starts_ref, counts_ref, q_ref, k_ref, v_ref, sink_k_ref, sink_v_ref, recent_k_ref,
+    recent_v_ref, decode_ref, mu_ref, *refs, plan: _Plan,
+):  # fmt: skip
+    """What waits for nothing: the transform of the queries, and the plain tokens."""
+    *turn_refs, plain_output_ref, plain_sums_ref, queries_ref, numbers_ref = refs
+    *here, third = _program(plan)
+    split = third - plan.query_blocks
+
+    def plain(split, recent: bool):
+        _attend_plain(
+            layer_ref, window_ref, starts_ref, counts_ref, q_ref, k_ref, v_ref, sink_k_ref, sink_v_ref, recent_k_ref,
+            recent_v_ref, plain_output_ref, plain_sums_ref, plan=plan, here=here, split=split, recent=recent,
+        )  # fmt: skip
+
+    @pl.when(split < 0)
+    def _():
+        refs = (*turn_refs, queries_ref, numbers_ref)
+        _prepare(layer_ref, q_ref, decode_ref, mu_ref, *refs, plan=plan, here=here, third=third)
+
+    @pl.when(split == 0)
+    def _():
+        plain(split, False)
+
+    @pl.when(split > 0)
+    def _():
+        plain(split - 1, True)
+
+
+def _prepare(layer_ref, q_ref, decode_ref, mu_ref, *refs, plan: _Plan, here, third: jax.Array):
     """Queries relative to some buckets, times E, as fixed point."""
     *turn_refs, queries_ref, numbers_ref = refs
-    batch, head, block, index, third = _program(plan)
+    batch, head, block, index = here
     layer = layer_ref[0]
-    column = third * plan.columns + _iota(plan.columns)
-    bucket = _div(column, plan.rows)
-    local = _rem(column, plan.rows)
+    column = third * QUERY_COLUMNS + _iota(QUERY_COLUMNS)
+    bucket, local = _div(column, plan.rows), _rem(column, plan.rows)
     rows = _rows(plan, block, local)
-    inside = bucket < plan.buckets
-    real, source = rows.real & inside, jnp.where(inside, bucket, 0)
-    size, count = plan.key_block, plan.key_bytes
+    exists = None if plan.buckets * plan.rows % QUERY_COLUMNS == 0 else (bucket < plan.buckets)[:, None]
+    real = None if plan.groups * plan.tokens == plan.rows * plan.row_blocks else rows.real[:, None]
+    source = bucket if exists is None else jnp.where(bucket < plan.buckets, bucket, 0)
+    query_head = head * plan.groups + rows.head
+    slots = _Slots.of(plan.key_block, plan.key_bytes)
 
-    def query_of(d, far):
-        """Coordinates `[columns, d]` of the scaled queries; `far` names the partner that rotation mixes them with."""
-
-        def coordinate(d):
-            at = _at(q_ref, batch, rows.token[:, None], (head * plan.groups + rows.head)[:, None], d[None, :])
-            x = plgpu.load(at, mask=real[:, None] & (d < plan.head_dim)[None, :], other=0)
-            return x.astype(jnp.float32) * plan.logit_scale
-
-        query = coordinate(d)
-        if plan.rotary is None:
-            return query
-        own, partner = (plgpu.load(_at(ref, source[:, None], d[None, :])) for ref in turn_refs)
-        return query * own + coordinate(far) * partner
+    def query_of(d, known):
+        x = _load(q_ref, batch, rows.token[:, None], query_head[:, None], d[None, :], mask=_both(real, exists, known))
+        return x.astype(jnp.float32)
 
     def absorb(i, carry):
-        """Some coordinates of the query at a time: all of them would not fit into registers."""
-        shift, *planes = carry
+        """Some coordinates at a time: the loads of all of them would not fit into registers."""
+        shift, product = carry
         d = i * DEPTH + _iota(DEPTH)
-        far = d
-        if plan.rotary is not None:
-            turned, neighbours = plan.rotary
-            far = d ^ 1 if neighbours else jnp.where(d < turned // 2, d + turned // 2, d - turned // 2)
-            far = jnp.where(d < turned, far, d)
-        query, known = query_of(d, far), d < plan.head_dim
-        mu = plgpu.load(_at(mu_ref, layer, head, jnp.where(known, d, 0)), mask=known, other=0)
-        kept = (_iota(size) < count)[:, None] & known[None, :]
-        slot, d = jnp.where(kept, _iota(size)[:, None], 0), jnp.where(known, d, 0)[None, :]
-        for j, x in enumerate(planes):
-            part = plgpu.load(_at(decode_ref, layer, head, j * count + slot, d), mask=kept, other=0)
-            if q_ref.dtype == jnp.float32:
-                planes[j] = x + _dot(plan, part, query, contract=(1, 1))
-            else:  # fp16 holds both: E is a rotation of the order of one, queries stay far below its range
-                half = (part.astype(jnp.float16), query.astype(jnp.float16))
-                planes[j] = x + lax.dot_general(*half, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        return shift + jnp.sum(query * mu[None, :], axis=1), *planes
+        known = None if plan.dim == plan.head_dim else (d < plan.head_dim)[None, :]
+        d = d if known is None else jnp.where(d < plan.head_dim, d, 0)
+        query = query_of(d, known)
+        if plan.rotary is None:
+            query *= plan.logit_scale
+        else:
+            size, neighbours = plan.rotary
+            # A remainder keeps neighbours neighbours, so that loads stay wide; a choice would not.
+            partner = d ^ 1 if neighbours else _rem(d + size // 2, size)
+            if size < plan.head_dim:
+                partner = jnp.where(d < size, partner, d)
+            own, other = (_load(ref, source[:, None], d[None, :]) for ref in turn_refs)
+            query = _fma(plan, query_of(partner, known), other, query * own)
+        shift += jnp.sum(query * _load(mu_ref, layer, head, d[None, :], mask=known), axis=1)
+        matrix = _load(decode_ref, layer, head, slots.number[:, None], d[None, :], mask=_both(slots.column, known))
+        if matrix.dtype == jnp.float32:
+            return shift, product + _dot(plan, query, matrix, contract=(1, 1))
+        half = (query.astype(jnp.float16), matrix)
+        return shift, product + lax.dot_general(*half, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
-    zero = jnp.zeros((size, plan.columns), jnp.float32)
-    initial = (jnp.zeros((plan.columns,), jnp.float32), *(zero,) * PLANES)
-    shift, *planes = lax.fori_loop(0, plan.dim // DEPTH, absorb, initial)
-    weighted = [x * 4.0**-i for i, x in enumerate(planes)]
-    top = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(x), axis=0) for x in weighted])
-    unit = (top + TINY) * (1 / FULL)
-    fixed = [_round(plan, x, (FULL / (top + TINY))[None, :]) for x in weighted]
-    integers = [x - MAGIC_BITS for x in fixed]
-    sigma = jnp.sum(
-        functools.reduce(jnp.add, [x << (2 * i) for i, x in enumerate(integers)]), axis=0, dtype=jnp.int32
-    ).astype(jnp.float32)
-    flipped = 128.0 * jnp.sum(integers[3], axis=0, dtype=jnp.int32).astype(jnp.float32)
-    constant = flipped if plan.key_offset else flipped + codec.IMPLIED_OFFSET * sigma
-    numbers = _Numbers(unit, constant * unit, sigma * unit, shift)
-    for j, number in enumerate(numbers):
-        lead = (jnp.broadcast_to(x, column.shape) for x in (batch, index, bucket, jnp.int32(j)))
-        plgpu.store(numbers_ref.at[(*lead, local)], number, mask=inside)
-
-    byte = third * (2 * plan.columns) + _iota(2 * plan.columns)
-    bucket, place = _div(byte, 2 * plan.rows), _rem(byte, 2 * plan.rows)
-    for i, x in enumerate(fixed):
-        full = (size, 2 * plan.columns)
-        indices = (batch, index, bucket[None, :], i * size + _iota(size)[:, None], place[None, :])
-        plgpu.store(
-            queries_ref.at[tuple(jnp.broadcast_to(x, full) for x in indices)],
-            _split_bytes(x),
-            mask=jnp.broadcast_to((bucket < plan.buckets)[None, :], full),
-        )
-
-
-def _attend_plain(layer_ref, window_ref, starts_ref, counts_ref, q_ref, k_ref, v_ref, *refs, plan: _Plan):
-    """Softmax over at most `PLAIN_TILE` plain tokens: of the sinks, then of the ring, at last the new ones."""
-    *plain_refs, output_ref, sums_ref = refs
-    batch, head, block, index, split = _program(plan)
-    layer, start, count = layer_ref[0], starts_ref[batch], counts_ref[batch]
-    sink, ring, size = plan.tiers.sink, plan.ring, max(8, plan.rows)
-    d, local = _iota(plan.dim), _iota(size)
-    rows = _rows(plan, block, local)
-    query_head = head * plan.groups + rows.head
-    known = d < plan.head_dim
-    query = plgpu.load(
-        _at(q_ref, batch, rows.token[None, :], query_head[None, :], d[:, None]),
-        mask=rows.real[None, :] & known[:, None],
-        other=0,
+    initial = (
+        jnp.zeros((QUERY_COLUMNS,), jnp.float32),
+        jnp.zeros((QUERY_COLUMNS, PLANES * plan.key_block), jnp.float32),
     )
-    t = (start + rows.token)[None, :]
+    steps = max(1, plan.dim // DEPTH)
+    if steps == 1:
+        shift, product = absorb(0, initial)
+    else:  # a number of steps that the compiler does not know, as layers are never negative: unrolled, this spills
+        shift, product = lax.fori_loop(layer >> 31, jnp.int32(steps), absorb, initial)
+    weighted = product * lax.bitcast_convert_type((127 - 2 * slots.plane) << 23, jnp.float32)[None, :]  # 4^-plane
+    top = jnp.max(jnp.abs(weighted), axis=1) + TINY
+    fixed = _round(plan, weighted, (FULL / top)[:, None])
+    integers, unit = fixed - MAGIC_BITS, top * (1 / FULL)
+
+    def total(factor):  # of whole numbers: exact
+        return jnp.sum(integers * factor[None, :], axis=1, dtype=jnp.int32).astype(jnp.float32) * unit
+
+    flipped = jnp.where(slots.plane == 3, 256, 0)  # twice what the flipped top bit of plane 3 takes away
+    weight = 1 << (2 * slots.plane)
+    if plan.key_offset:
+        constant, sigma = 0.5 * total(flipped), total(weight)
+    else:
+        constant, sigma = 0.5 * total(flipped + round(2 * codec.IMPLIED_OFFSET) * weight), jnp.zeros_like(unit)
+    inside = None if exists is None else bucket < plan.buckets
+    for j, number in enumerate(_Numbers(unit, constant, sigma, shift)):
+        plgpu.store(_at(numbers_ref, batch, index, bucket, j, local), number, mask=inside)
+    for j, byte in enumerate((((fixed + 128) >> 8).astype(jnp.int8), fixed.astype(jnp.int8))):
+        at = _at(
+            queries_ref, batch, index, bucket[:, None], 2 * local[:, None] + j, _iota(slots.plane.shape[0])[None, :]
+        )
+        plgpu.store(at, byte, mask=None if exists is None else jnp.broadcast_to(exists, byte.shape))
+
+
+def _attend_plain(
+    layer_ref, window_ref, starts_ref, counts_ref, q_ref, k_ref, v_ref, sink_k_ref, sink_v_ref, recent_k_ref,
+    recent_v_ref, output_ref, sums_ref, *, plan: _Plan, here, split: jax.Array, recent: bool,
+):  # fmt: skip
+    """Partial softmax over plain tokens: sinks and new tokens, or `PLAIN_SPAN` places of the ring.
+
+    Queries lie along the rows of the products here, so that probabilities become an operand without leaving their
+    registers.
+    """
+    batch, head, block, index = here
+    layer, start, count = layer_ref[0], starts_ref[batch], counts_ref[batch]
+    sink, ring, size = plan.tiers.sink, plan.ring, max(16, plan.rows)
+    local, (d, known) = _iota(size), _bounded(plan.dim, plan.head_dim)
+    rows = _rows(plan, block, local)
+    at = (batch, rows.token[:, None], (head * plan.groups + rows.head)[:, None], d[None, :])
+    query = _load(q_ref, *at, mask=_both(rows.real[:, None], known))
+    t = (start + rows.token)[:, None]
     end = _history_end(plan, start, count, t)
 
     def product(a, b, contract):
         if a.dtype != b.dtype or a.dtype == jnp.float32:
-            return _dot(plan, a.astype(jnp.float32), b.astype(jnp.float32), contract=(contract, 0))
-        return lax.dot_general(a, b, (((contract,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+            return _dot(plan, a.astype(jnp.float32), b.astype(jnp.float32), contract=(1, contract))
+        return lax.dot_general(a, b, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32)
 
-    sink_splits, new_split = plan.sink_splits, plan.sink_splits + plan.ring_splits
-    is_sink, is_new = split < sink_splits, split == new_split
-    before = jnp.int32(sink_splits) * (split >= sink_splits) + jnp.int32(plan.ring_splits) * is_new
-    place = (split - before) * PLAIN_TILE + _iota(PLAIN_TILE)
-    held = start - 1 - _rem(start - 1 - place + ring, ring)
-    position = jnp.where(is_sink, place, jnp.where(is_new, start + place, held))
-    usable = jnp.where(is_sink, (place < sink) & (place < start), (place < ring) & (held >= sink))
-    usable = jnp.where(is_new, place < count, usable)
+    def absorb(state, key_ref, value_ref, lead, place, position, usable):
+        maximum, total, output = state
+        keys, values = (
+            loaded(_load(ref, *lead, place[:, None], head, d[None, :], mask=_both(usable[:, None], known)))
+            for ref in (key_ref, value_ref)
+        )
+        logits = product(query, keys, 1) * plan.logit_scale
+        if plan.spec.softcap is not None:
+            logits = plan.spec.softcap * LOG2E * jnp.tanh(logits)
+        j = position[None, :]
+        seen = usable[None, :] & (j <= t) & ((j < sink) | (j >= end))
+        if plan.windowed:
+            seen &= j > t - window_ref[0]
+        logits = jnp.where(seen, logits, MASKED)
+        top = jnp.maximum(maximum, jnp.max(logits, axis=1))
+        rescale = _exp2(plan, maximum - top)
+        probabilities = jnp.where(seen, _exp2(plan, logits - top[:, None]), 0.0)
+        output = output * rescale[:, None] + product(probabilities.astype(values.dtype), values, 0)
+        return top, total * rescale + jnp.sum(probabilities, axis=1), output
 
-    def gather(sink_ref, ring_ref, new_ref):
-        def read(ref, *lead):
-            at = _at(ref, *lead, jnp.where(usable, place, 0)[:, None], head, d[None, :])
-            return loaded(plgpu.load(at, mask=usable[:, None] & known[None, :], other=0))
+    def over(state, first, last, visit):
+        return lax.fori_loop(_div(first, PLAIN_TILE), _div(last + PLAIN_TILE - 1, PLAIN_TILE), visit, state)
 
-        def stored_tokens():
-            if sink_splits == 0:
-                return read(ring_ref, layer, batch)
-            return lax.cond(is_sink, lambda: read(sink_ref, layer, batch), lambda: read(ring_ref, layer, batch))
+    def sinks(i, state):
+        place = i * PLAIN_TILE + _iota(PLAIN_TILE)
+        usable = place < jnp.minimum(start, sink)
+        return absorb(state, sink_k_ref, sink_v_ref, (layer, batch), jnp.minimum(place, sink - 1), place, usable)
 
-        return lax.cond(is_new, lambda: read(new_ref, batch), stored_tokens)
+    def recents(i, state):
+        place = i * PLAIN_TILE + _iota(PLAIN_TILE)
+        held = start - 1 - _rem(start - 1 - place + ring, ring)
+        usable = (place < ring) & (held >= sink)
+        return absorb(state, recent_k_ref, recent_v_ref, (layer, batch), jnp.minimum(place, ring - 1), held, usable)
 
-    logits = product(gather(plain_refs[0], plain_refs[2], k_ref), query, 1) * plan.logit_scale
-    if plan.spec.softcap is not None:
-        logits = plan.spec.softcap * LOG2E * jnp.tanh(logits)
-    j = position[:, None]
-    seen = usable[:, None] & (j <= t) & ((j < sink) | (j >= end))
-    if plan.windowed:
-        seen &= j > t - window_ref[0]
-    logits = jnp.where(seen, logits, MASKED)
-    maximum = jnp.max(logits, axis=0)
-    probabilities = jnp.where(seen, _exp2(plan, logits - maximum[None, :]), 0.0)
-    values = gather(plain_refs[1], plain_refs[3], v_ref)
-    output, total = product(values, probabilities.astype(values.dtype), 0), jnp.sum(probabilities, axis=0)
-    kept = local < plan.rows
+    zero = jnp.zeros((size,), jnp.float32)
+    state = (zero + MASKED, zero, jnp.zeros((size, plan.dim), jnp.float32))
+    if recent:
+        first, last = split * PLAIN_SPAN, jnp.minimum(ring, start)
+        state = over(state, first, jnp.clip(last, first, first + PLAIN_SPAN), recents)
+    else:
+        if sink:
+            state = over(state, jnp.zeros_like(start), jnp.minimum(start, sink), sinks)
+        place = _iota(MAX_TOKENS)
+        new = jnp.minimum(place, plan.tokens - 1)
+        state = absorb(state, k_ref, v_ref, (batch,), new, start + place, place < count)
+    maximum, total, output = state
+    split = split + plan.plain_splits - plan.ring_splits if recent else split
+    real = None if size == plan.rows else local < plan.rows
     for i, x in enumerate((maximum, total)):
-        plgpu.store(_at(sums_ref, batch, index, split, i, local), x, mask=kept)
-    at = _at(output_ref, batch, index, split, d[:, None], local[None, :])
-    plgpu.store(at, output, mask=jnp.broadcast_to(kept[None, :], output.shape))
+        plgpu.store(_at(sums_ref, batch, index, split, i, local), x, mask=real)
+    # Rows that are masked name places of the next coordinate: in this order the interpreter, too, writes those last.
+    at = _at(output_ref, batch, index, split, _iota(plan.dim)[:, None] * plan.rows + local[None, :])
+    plgpu.store(at, output.T, mask=None if real is None else jnp.broadcast_to(real[None, :], output.T.shape))
 
 
 def _history_end(plan: _Plan, start: jax.Array, count: jax.Array, position: jax.Array) -> jax.Array:
@@ -679,52 +760,64 @@ def _attend_history(
     def absorb(state: _State, at: _Tile, query, numbers: _Numbers, mask=None, usable=None) -> _State:
         parts = tile // PART
 
-        def column(x):  # [tile] to `parts` of [PART, 1]
-            x = loaded(x).astype(jnp.float32)[:, None]
+        def split(x):  # [tile, ...] to `parts` of [PART, ...]
             return lax.split(x, (PART,) * parts, axis=0)
 
+        def column(x):
+            return split(loaded(x).astype(jnp.float32)[:, None])
+
         key = packed(key_ref, at, plan.key_block, plan.key_bytes, tokens_last=False)
-        value = packed(value_ref, at, plan.value_block, plan.value_bytes, tokens_last=True)
-        product = _integer_dot(_plane(plan, key, 0), query[0])
-        for i in range(1, PLANES):
-            product += _integer_dot(_plane(plan, key, i), query[i])
-        masks = [None] * parts if mask is None else lax.split(mask, (PART,) * parts, axis=0)
-        logits = []
-        for i, x in enumerate(lax.split(_join_bytes(product), (PART,) * parts, axis=0)):
-            x = _fma(plan, x, numbers.unit[None, :], numbers.constant[None, :]) * column(at.key_scale)[i]
+        product = _integers([(_plane(plan, key, i), query[i]) for i in range(PLANES)], contract=1)
+        key_scale, value_scale = column(at.key_scale), column(at.value_scale)
+        masks = [None] * parts if mask is None else split(mask)
+        constant, logits = numbers.constant - JOINED * numbers.unit, []
+        for i, x in enumerate(split(product)):
+            x = _join_bytes(plan, x, numbers.unit, constant[None, :]) * key_scale[i]
             if at.key_offset is not None:
                 x = _fma(plan, column(at.key_offset)[i], numbers.sigma[None, :], x)
             if plan.spec.softcap is not None:
                 x = plan.spec.softcap * LOG2E * jnp.tanh(x + numbers.shift[None, :])
             logits.append(x if mask is None else jnp.where(masks[i], x, MASKED))  # type: ignore[arg-type]
-        maximum = jnp.maximum(state.maximum, jnp.max(functools.reduce(jnp.maximum, logits), axis=0))
+        highest = jnp.max(functools.reduce(jnp.maximum, logits), axis=0)
+        maximum = jnp.maximum(state.maximum, highest)
         rescale = _exp2(plan, state.maximum - maximum)
+
+        # `unit` is the step of p scale as fixed point: nothing is larger than the largest p times the largest scale.
+        # Its reciprocal goes into the exponent.
+        scales = loaded(at.value_scale).astype(jnp.float32)
+        scales = scales if usable is None else jnp.where(usable, scales, 0.0)
+        unit = (_exp2(plan, highest - maximum) * jnp.max(jnp.abs(scales), axis=0) + TINY) * (1 / FULL)
+        base = maximum + _log2(plan, unit)
 
         def select(x, i):  # not multiply: scales of unused places may be NaN
             return x if mask is None else jnp.where(masks[i], x, 0.0)
 
-        probabilities = [select(_exp2(plan, x - maximum[None, :]), i) for i, x in enumerate(logits)]
-        weighted = [select(x * column(at.value_scale)[i], i) for i, x in enumerate(probabilities)]
-        top = jnp.max(functools.reduce(jnp.maximum, [jnp.abs(x) for x in weighted]), axis=0) + TINY
-        fixed = [_round(plan, x, (FULL / top)[None, :]) for x in weighted]
-        columns = [_split_bytes(x) for x in fixed]
+        total, whole, biased, columns = [], [], [], []
+        for i, x in enumerate(logits):
+            x = select(_exp2(plan, x - base[None, :]), i)
+            total.append(x)
+            if at.value_offset is not None:
+                biased.append(select(x * column(at.value_offset)[i], i))
+            fixed = _round(plan, x, value_scale[i] if mask is None else jnp.where(masks[i], value_scale[i], 0.0))  # type: ignore[arg-type]
+            whole.append(fixed)
+            columns.append(_split_bytes(fixed))
         while len(columns) > 1:
             columns = [_stack_rows(*pair) for pair in zip(columns[::2], columns[1::2], strict=True)]
-        unit = top * (1 / FULL)
-        whole = jnp.sum(functools.reduce(jnp.add, fixed), axis=0, dtype=jnp.int32) - _wrapped(tile * MAGIC_BITS)
-        offsets = state.offsets
-        if at.value_offset is not None:
-            biased = [select(x * column(at.value_offset)[i], i) for i, x in enumerate(probabilities)]
-            offsets = offsets * rescale + jnp.sum(functools.reduce(jnp.add, biased), axis=0)
-        value_scale = loaded(at.value_scale).astype(jnp.float32)
+
+        def added(old, parts, bits=0):
+            new = jnp.sum(functools.reduce(jnp.add, parts), axis=0, dtype=parts[0].dtype)
+            return _fma(plan, (new - _wrapped(bits)).astype(jnp.float32) if bits else new, unit, old * rescale)
+
+        value = packed(value_ref, at, plan.value_block, plan.value_bytes, tokens_last=True)
+        carried = rescale[None, :], (-JOINED * unit)[None, :]
         return _State(
             maximum,
-            state.total * rescale + jnp.sum(functools.reduce(jnp.add, probabilities), axis=0),
-            state.scales * rescale + whole.astype(jnp.float32) * unit,
-            offsets,
-            state.poison + 0.0 * (value_scale if usable is None else jnp.where(usable, value_scale, 0.0)),
+            added(state.total, total),
+            added(state.scales, whole, tile * MAGIC_BITS),
+            added(state.offsets, biased) if biased else state.offsets,
+            state.poison + 0.0 * scales,
             tuple(
-                _fma(plan, _join_bytes(_integer_dot(_plane(plan, value, i), columns[0])), unit[None, :], x * rescale)
+                _join_bytes(plan, _integers([(_plane(plan, value, i), columns[0])]), unit, _fma(plan, x, *carried))
                 for i, x in enumerate(state.planes)
             ),
         )
@@ -732,7 +825,7 @@ def _attend_history(
     def run(state: _State, bucket, begin, end) -> _State:
         """Absorbs tiles `begin` to `end` of one bucket: whole ones first, then those at the edges."""
         size = plan.key_block
-        query = [plgpu.load(queries_ref.at[batch, index, bucket, pl.ds(size * i, size), :]) for i in range(PLANES)]
+        query = [plgpu.load(queries_ref.at[batch, index, bucket, :, pl.ds(size * i, size)]) for i in range(PLANES)]
         numbers = _Numbers(
             *(plgpu.load(numbers_ref.at[batch, index, bucket, jnp.int32(j), :]) for j in range(len(_Numbers._fields)))
         )
@@ -789,44 +882,53 @@ def _at(ref, *indices):
     return ref.at[tuple(jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape) for x in indices)]
 
 
-def _mix(plan: _Plan, output_ref, sums_ref, batch, index, first, count: int):
-    """Merges `count` partial softmaxes from `first` on.
-
-    Returns:
-        Maximum and sum `[R]`, and the flat accumulator `[slots R]`.
-    """
-    splits, size = output_ref.shape[2], PLANES * plan.value_block * plan.rows
-    known, rows = jnp.minimum(first + count, splits), _iota(plan.rows)
-    each = first + _iota(pl.next_power_of_2(count))[:, None]
-    inside = jnp.broadcast_to(each < known, (each.shape[0], plan.rows))
+def _sums(sums_ref, batch, index, first, count: int):
+    """Maxima and sums `[n, R]` of `count` partial softmaxes from `first` on, as far as there are so many."""
+    _, _, splits, _, rows = sums_ref.shape
+    size = pl.next_power_of_2(count)
+    each = (first + _iota(size))[:, None]
+    inside = None if splits % size == 0 else jnp.broadcast_to(each < jnp.minimum(first + count, splits), (size, rows))
     each = jnp.minimum(each, splits - 1)
-    maximum = plgpu.load(_at(sums_ref, batch, index, each, 0, rows[None, :]), mask=inside, other=MASKED)
-    total = plgpu.load(_at(sums_ref, batch, index, each, 1, rows[None, :]), mask=inside, other=0)
-    top = jnp.max(maximum, axis=0)
-    total = jnp.sum(_exp2(plan, maximum - top[None, :]) * total, axis=0)
+    at = [_at(sums_ref, batch, index, each, kind, _iota(rows)[None, :]) for kind in range(2)]
+    if inside is None:
+        return plgpu.load(at[0]), plgpu.load(at[1])
+    return plgpu.load(at[0], mask=inside, other=MASKED), plgpu.load(at[1], mask=inside, other=0)
 
-    # A chunk of splits at a time, items along the threads: the sum over splits stays within a thread, loads are wide.
-    items = _iota(size)[None, :]
-    flat_top = jnp.broadcast_to(top[None, :], (size // plan.rows, plan.rows)).reshape(1, size)
+
+def _mix(plan: _Plan, output_ref, sums_ref, batch, index, first, count: int, items: jax.Array, top: jax.Array):
+    """Sum of `count` partial outputs from `first` on at flat `items`, weighted relative to the maximum `top` `[R]`."""
+    splits, size, rows = output_ref.shape[2], items.shape[0], plan.rows
+    known = jnp.minimum(first + count, splits)
+    flat_top = jnp.broadcast_to(top[None, :], (size // rows, rows)).reshape(1, size)
+    items = items[None, :]
+    chunk = min(CHUNK, pl.next_power_of_2(count))
 
     def absorb(i, output):
-        each = first + i * CHUNK + _iota(CHUNK)[:, None]
-        inside = jnp.broadcast_to(each < known, (CHUNK, size))
+        each = (first + i * chunk + _iota(chunk))[:, None]
+        inside = None if splits % chunk == 0 else jnp.broadcast_to(each < known, (chunk, size))
         each = jnp.minimum(each, splits - 1)
-        at = _at(sums_ref, batch, index, each, 0, _rem(items, plan.rows))
-        weights = _exp2(plan, plgpu.load(at, mask=inside, other=2 * MASKED) - flat_top)
-        return output + jnp.sum(weights * plgpu.load(_at(output_ref, batch, index, each, items)), axis=0)
+        at = _at(sums_ref, batch, index, each, 0, _rem(items, rows))
+        maximum = plgpu.load(at) if inside is None else plgpu.load(at, mask=inside, other=2 * MASKED)
+        return _fma(plan, _exp2(plan, maximum - flat_top), _load(output_ref, batch, index, each, items), output)
 
-    return top, total, lax.fori_loop(0, pl.cdiv(count, CHUNK), absorb, jnp.zeros((size,), jnp.float32))
+    # Items lie along the threads, and the sum over splits within a chunk is left to the end.
+    output = jnp.zeros((chunk, size), jnp.float32)
+    steps = pl.cdiv(count, chunk)
+    output = absorb(jnp.int32(0), output) if steps == 1 else lax.fori_loop(0, steps, absorb, output)
+    return jnp.sum(output, axis=0)
 
 
 def _merge(output_ref, sums_ref, merged_ref, merged_sums_ref, *, plan: _Plan):
     """Makes one partial softmax of `MERGE` neighbouring ones."""
     batch, _, _, index, group = _program(plan)
-    top, total, output = _mix(plan, output_ref, sums_ref, batch, index, group * MERGE, MERGE)
+    items = _iota(output_ref.shape[3])
+    maximum, total = _sums(sums_ref, batch, index, group * MERGE, MERGE)
+    top = jnp.max(maximum, axis=0)
+    output = _mix(plan, output_ref, sums_ref, batch, index, group * MERGE, MERGE, items, top)
+    total = jnp.sum(_exp2(plan, maximum - top[None, :]) * total, axis=0)
     for kind, x in enumerate((top, total)):
         plgpu.store(_at(merged_sums_ref, batch, index, group, kind, _iota(plan.rows)), x)
-    plgpu.store(_at(merged_ref, batch, index, group, _iota(output.shape[0])), output)
+    plgpu.store(_at(merged_ref, batch, index, group, items), output)
 
 
 def _finish(
@@ -835,41 +937,42 @@ def _finish(
     """Merges history and plain tokens, maps slots back with E, divides; one of `parts` of the coordinates."""
     *sink_refs, out_ref = refs
     batch, head, block, index, piece = _program(plan)
-    layer = layer_ref[0]
-    width, slots = plan.dim // parts, PLANES * plan.value_block
-    local, slot, d = _iota(plan.rows), _iota(slots), piece * width + _iota(width)
+    layer, local = layer_ref[0], _iota(plan.rows)
+    width = plan.dim // parts
     rows = _rows(plan, block, local)
     query_head = head * plan.groups + rows.head
-    known = d < plan.head_dim
+    slots = _Slots.of(plan.value_block, plan.value_bytes)
+    place = piece * width + _iota(width)
+    known = None if plan.dim == plan.head_dim else (place < plan.head_dim)[:, None]
+    d = place if known is None else jnp.where(place < plan.head_dim, place, 0)
 
-    past_top, past, mixed = _mix(plan, output_ref, sums_ref, batch, index, 0, output_ref.shape[2])
-    number = _div(slot, plan.value_block) * plan.value_bytes + _rem(slot, plan.value_block)
-    kept = known[:, None] & (_rem(slot, plan.value_block) < plan.value_bytes)[None, :]
-    at = _at(decode_ref, layer, head, jnp.where(kept, number[None, :], 0), jnp.where(kept, d[:, None], 0))
-    mixed = mixed.reshape(slots, plan.rows)
-    # Four rows are fewer columns than a product takes: a second column for each, of zeros.
-    columns = jnp.stack([mixed, jnp.zeros_like(mixed)], axis=-1).reshape(slots, 2 * plan.rows)
-    product = _dot(plan, plgpu.load(at, mask=kept, other=0), columns, exact=out_ref.dtype == jnp.float32)
-    output, _ = lax.split(product.reshape(width, plan.rows, 2), (1, 1), axis=2)
-    mu = plgpu.load(_at(mu_ref, layer, head, jnp.where(known, d, 0)), mask=known, other=0)
-    output = output.reshape(width, plan.rows) + mu[:, None] * past[None, :]
+    splits, plain_splits = output_ref.shape[2], plan.plain_splits
+    past, past_total = _sums(sums_ref, batch, index, 0, splits)
+    plain, plain_total = _sums(plain_sums_ref, batch, index, 0, plain_splits)
+    top = jnp.maximum(jnp.max(past, axis=0), jnp.max(plain, axis=0))
+    sinks = [plgpu.load(ref.at[query_head]) * LOG2E for ref in sink_refs]
+    for sink in sinks:
+        top = jnp.maximum(top, sink)
+    past_total = jnp.sum(_exp2(plan, past - top[None, :]) * past_total, axis=0)
+    denominator = past_total + jnp.sum(_exp2(plan, plain - top[None, :]) * plain_total, axis=0)
+    for sink in sinks:
+        denominator += _exp2(plan, sink - top)
 
-    def add(state, maximum, total, x):
-        top = jnp.maximum(state[0], maximum)
-        old, new = _exp2(plan, state[0] - top), _exp2(plan, maximum - top)
-        return top, state[1] * old + total * new, state[2] * old[None, :] + x * new[None, :]
-
-    def add_plain(split, state):
-        maximum, total = (plgpu.load(_at(plain_sums_ref, batch, index, split, kind, local)) for kind in range(2))
-        return add(state, maximum, total, plgpu.load(_at(plain_ref, batch, index, split, d[:, None], local[None, :])))
-
-    state = lax.fori_loop(0, plan.plain_splits, add_plain, (past_top, past, output))
-    for ref in sink_refs:
-        sink = plgpu.load(ref.at[query_head]) * LOG2E
-        state = add(state, sink, jnp.ones_like(sink), 0.0)
-    _, denominator, output = state
+    matrix = _load(decode_ref, layer, head, slots.number[None, :], d[:, None], mask=_both(slots.row, known))
+    items = _iota(output_ref.shape[3])
+    mixed = _mix(plan, output_ref, sums_ref, batch, index, 0, splits, items, top).reshape(-1, plan.rows)
+    if plan.rows < 8:  # four rows are fewer columns than a product takes: a second column for each, of zeros
+        mixed = jnp.stack([mixed, jnp.zeros_like(mixed)], axis=-1).reshape(-1, 2 * plan.rows)
+    output = _dot(plan, matrix, mixed, exact=out_ref.dtype == jnp.float32)
+    if plan.rows < 8:
+        output, _ = lax.split(output.reshape(width, plan.rows, 2), (1, 1), axis=2)
+        output = output.reshape(width, plan.rows)
+    items = piece * width * plan.rows + _iota(width * plan.rows)
+    output += _mix(plan, plain_ref, plain_sums_ref, batch, index, 0, plain_splits, items, top).reshape(output.shape)
+    output += _load(mu_ref, layer, head, d[:, None], mask=known) * past_total[None, :]
     empty = denominator <= 0
     output = jnp.where(empty, 0.0, 1 / jnp.where(empty, 1.0, denominator))[None, :] * output
     token = jnp.where(rows.real, rows.token, plan.tokens)  # what is masked must not name a place twice: interpreter
     at = _at(out_ref, batch, token[None, :], query_head[None, :], d[:, None])
-    plgpu.store(at, output.astype(out_ref.dtype), mask=known[:, None] & rows.real[None, :])
+    mask = _both(rows.real[None, :], known)
+    plgpu.store(at, output.astype(out_ref.dtype), mask=jnp.broadcast_to(mask, output.shape))
