@@ -166,9 +166,9 @@ def compiled(kernel: Kernel) -> Usage:
     Raises:
         RuntimeError: Triton or ptxas cannot; in their words.
     """
-    from triton import knobs
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget, Language
+    from triton.backends.nvidia.compiler import get_ptxas
     from triton.compiler.compiler import make_backend
 
     backend: Any = make_backend(GPUTarget("cuda", ARCHITECTURE, 32))
@@ -187,7 +187,7 @@ def compiled(kernel: Kernel) -> Usage:
     module.context = context
     for stage in ("ttir", "ttgir", "llir", "ptx"):
         module = stages[stage](module, metadata)
-    return _assembled(kernel, module, metadata["shared"], knobs.nvidia.ptxas.path)
+    return _assembled(kernel, module, metadata["shared"], get_ptxas(ARCHITECTURE).path)
 
 
 def compiled_by_xla(lowered: jax.stages.Lowered) -> list[Usage]:
