@@ -49,8 +49,10 @@ def judge(case: Case, outputs: Outputs, *, precision: str | None = None) -> Verd
         precision: the arithmetic of its attention, "float32", "float16" or "bfloat16"; None is the plain dtype's.
     """
     if case.operation == "attention":
-        return _attention(case, outputs["out"], precision or case.meta["plain_dtype"])
-    return _RULES[case.operation](case, outputs)
+        verdict = _attention(case, outputs["out"], precision or case.meta["plain_dtype"])
+    else:
+        verdict = _RULES[case.operation](case, outputs)
+    return dataclasses.replace(verdict, passed=bool(verdict.passed))
 
 
 def _exact(case: Case, outputs: Outputs) -> Verdict:

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,38 +27,48 @@ TIERS = Tiers(4, 8, 4, 16)
 SERVED = Tiers(64, 256, 8, 128)
 
 
-def all_cases() -> Iterator[Case]:
-    yield cases.packing_case()
-    for kind in cases.KINDS:
-        yield cases.codec_case(kind)
-    for kind, head_dim in (("levels", 96), ("rotation-rank", 128), ("levels", 128)):
-        yield cases.codec_case(kind, head_dim=head_dim, kv_heads=1, degenerate=False)
-    yield cases.clip_case()
-    yield cases.clip_case(head_dim=64, ratio=0.96)
-    for head_dim in (64, 96):
-        yield cases.rotation_case(head_dim=head_dim)
-    yield cases.tiers_case()
-    yield cases.demotion_case("default", bucket=32)
-    yield cases.demotion_case("reference", bucket=None)
+def all_cases() -> list[Callable[[], Case]]:
+    """What makes each case."""
+    make = functools.partial
     small = {"head_dim": 64, "kv_heads": 2, "bucket": 32}
-    ragged = (0, 3, 37, 110)
-    yield cases.attention_case("decode", Shape(ragged), "default", **small)
-    yield cases.attention_case("decode, reference codes", Shape(ragged, tiers=TIERS), "reference", **small, seed=1)
-    yield cases.attention_case(
-        "four tokens, window, soft-cap, learnt sinks",
-        Shape((0, 12, 90), tokens=4, counts=(4, 1, 3), q_heads=3, window=40, softcap=3.0, sinks=True),
-        ("default", "reference"), head_dim=96, kv_heads=1, bucket=32, seed=2,
-    )  # fmt: skip
-    yield cases.attention_case("float16 windows", Shape(ragged, dtype=torch.float16), "default", **small, seed=3)
-    yield cases.attention_case(
-        "bfloat16 windows", Shape(ragged, dtype=torch.bfloat16, q_heads=8), "default", **small, seed=4
-    )
-    yield cases.attention_case(
-        "served windows", Shape((319, 320, 700), tiers=SERVED, dtype=torch.bfloat16, q_heads=7), "default",
-        head_dim=128, kv_heads=1, bucket=256, seed=5,
-    )  # fmt: skip
-    yield cases.calibration_case()
-    yield cases.model_case()
+    ragged = Shape((0, 3, 37, 110), tiers=TIERS)
+    exact = {"degenerate": False, "kv_heads": 1}
+    return [
+        make(cases.packing_case),
+        *(make(cases.codec_case, kind) for kind in cases.KINDS),
+        make(cases.codec_case, "levels", head_dim=96, **exact),
+        make(cases.codec_case, "rotation-rank", head_dim=128, **exact),
+        make(cases.codec_case, "levels", head_dim=128, **exact),
+        make(cases.clip_case),
+        make(cases.clip_case, head_dim=64, ratio=0.96),
+        make(cases.rotation_case, head_dim=64),
+        make(cases.rotation_case, head_dim=96),
+        make(cases.tiers_case),
+        make(cases.demotion_case, "default", bucket=32),
+        make(cases.demotion_case, "reference", bucket=None),
+        make(cases.attention_case, "decode", ragged, "default", **small),
+        make(cases.attention_case, "decode, reference codes", ragged, "reference", **small, seed=1),
+        make(
+            cases.attention_case, "four tokens, window, soft-cap, learnt sinks",
+            Shape((0, 12, 90), tokens=4, counts=(4, 1, 3), q_heads=3, window=40, softcap=3.0, sinks=True, tiers=TIERS),
+            ("default", "reference"), head_dim=96, kv_heads=1, bucket=32, seed=2,
+        ),
+        make(
+            cases.attention_case, "float16 windows", dataclasses.replace(ragged, dtype=torch.float16), "default",
+            **small, seed=3,
+        ),
+        make(
+            cases.attention_case, "bfloat16 windows", dataclasses.replace(ragged, dtype=torch.bfloat16, q_heads=8),
+            "default", **small, seed=4,
+        ),
+        make(
+            cases.attention_case, "served windows",
+            Shape((319, 320, 700), tiers=SERVED, dtype=torch.bfloat16, q_heads=7), "default", head_dim=128, kv_heads=1,
+            bucket=256, seed=5,
+        ),
+        make(cases.calibration_case),
+        make(cases.model_case),
+    ]  # fmt: skip
 
 
 def write(case: Case, path: Path) -> None:
@@ -80,7 +92,8 @@ def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.npz"):
         old.unlink()
-    for case in all_cases():
+    for make in all_cases():
+        case = make()
         write(case, folder / file_name(case))
     total = sum(path.stat().st_size for path in folder.glob("*.npz"))
     print(f"{len(list(folder.glob('*.npz')))} files, {total / 1e6:.2f} MB in {folder}")
