@@ -97,10 +97,11 @@ def lower(
         arguments: arrays or `jax.ShapeDtypeStruct`s, in pytrees.
         sharding: `absent_gpu()` if XLA is to compile it.
     """
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
     device = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=None)
     jitted = jax.jit(function) if sharding is None else jax.jit(function, in_shardings=sharding, out_shardings=sharding)
     with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
-        return jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
+        return jitted.trace(*shapes).lower(lowering_platforms=("cuda",))
 
 
 def absent_gpu() -> NamedSharding:

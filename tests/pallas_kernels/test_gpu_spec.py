@@ -51,7 +51,7 @@ def test_every_pair_of_values_is_in_some_row():
     assert set().union(*map(gpu_spec.pairs, rows)) == gpu_spec.all_pairs(axes)
 
 
-def lowered(case):
+def lowered(case, sharding=None):
     case = dataclasses.replace(case, starts=(0,), counts=(0,), room=max(case.starts))  # shapes are all that counts
     codes, state = kernel_state(case)
 
@@ -59,18 +59,25 @@ def lowered(case):
         return run(*arguments, tiers=case.tiers, spec=case.spec, **state.arguments)
 
     arguments = (state.q.astype(case.dtype), state.k, state.v, state.plain, state.history, codes)
-    return sm90.kernels(sm90.lower(call, *arguments))
+    return sm90.lower(call, *arguments, sharding=sharding)
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
 def test_lowers_for_a_gpu_that_is_not_there(configuration):
-    assert len(lowered(configuration.case)) >= 3
+    assert len(sm90.kernels(lowered(configuration.case))) >= 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("configuration", gpu_spec.product(), ids=str)
 def test_every_combination_lowers(configuration):
-    assert len(lowered(configuration.case)) >= 3
+    assert len(sm90.kernels(lowered(configuration.case))) >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
+def test_xla_compiles_it_for_a_gpu_that_is_not_there(configuration):
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the CUDA plugin of jax, extra cuda13")
+    assert len(sm90.compiled_by_xla(lowered(configuration.case, sm90.absent_gpu()))) >= 3
 
 
 @pytest.mark.parametrize(
