@@ -23,9 +23,8 @@ from triton_ref.tiers import Tiers
 
 MASKED = tl.constexpr(-1e30)  # finite, so that differences of two masked logits are zero and not NaN
 IMPLIED_OFFSET = tl.constexpr(codec.IMPLIED_OFFSET)
-TILE = 64  # tokens
-SPAN = 512  # tokens of history a program reads
-PLAIN_SPAN = 128
+TILE, PLAIN_TILE = 64, 32  # tokens; more plain ones spill
+SPAN, PLAIN_SPAN = 512, 128  # tokens that a program reads
 UNLIMITED = 2**30
 
 
@@ -371,7 +370,7 @@ def attend_plain(
     plain_kernel[(batch, kv_heads, splits)](
         prepared.rows, *(x.contiguous() for x in sources), call.starts.int(), call.counts.int(), output, stats,
         KV_HEADS=kv_heads, TOKENS=tokens, ROWS=rows, D=dim, BLOCK_D=block(dim, MIN_DOT), RING=ring, SPAN=PLAIN_SPAN,
-        TILE=TILE, SPLITS=splits, SINK=tiers.sink, RECENT=tiers.recent, GROUP=tiers.group,
+        TILE=PLAIN_TILE, SPLITS=splits, SINK=tiers.sink, RECENT=tiers.recent, GROUP=tiers.group,
         WINDOW=call.window or UNLIMITED, SOFTCAP=call.softcap or 0.0, num_warps=4,
     )  # fmt: skip
     return output, stats

@@ -7,6 +7,9 @@ slots and parameters equal `triton_ref.codec` and `triton_ref.reference` bit for
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -159,21 +162,29 @@ def quantize_kernel(
         tl.store(bias_ptr + row, bias.to(bias_ptr.dtype.element_ty))
 
 
+class Launch(NamedTuple):
+    """A call of `quantize_kernel`: its input and output tensors in order, its grid, and its constants."""
+
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+    grid: tuple[int]
+    constants: dict[str, Any]
+
+    def run(self) -> list[torch.Tensor]:
+        with quiet():
+            quantize_kernel[self.grid](
+                *self.inputs, *self.outputs, **self.constants, num_warps=4, enable_fp_fusion=False
+            )
+        return self.outputs
+
+
 def quantize(code: TransformCode, y: torch.Tensor, *, scale_dtype: torch.dtype = torch.float16) -> codec.Encoded:
     """`triton_ref.codec.quantize` of f32 rows y `[..., K, D]`.
 
     Raises:
         NotImplementedError: a code with error feedback.
     """
-    if code.metric is not None:
-        raise NotImplementedError("error feedback rounds coordinate by coordinate: eager PyTorch only")
-    owner, shift = code.slot_tables()
-    threshold = code.gain if code.clip_threshold is None else code.clip_threshold
-    heads = [(1 << code.bits) // 2, code.delta, code.weight, code.gain, threshold, owner, shift]
-    slots, scale, bias = _launch(
-        y, heads, width=code.slots // 4, form="levels" if code.kind == "levels" else "offset",
-        clip_by=code.clip, ratio=code.clip_ratio, parameter_dtype=scale_dtype,
-    )  # fmt: skip
+    slots, scale, bias = arguments(code, y, scale_dtype=scale_dtype).run()
     return codec.Encoded(slots, scale, None if code.kind == "levels" else bias)
 
 
@@ -184,28 +195,36 @@ def reference_encode(
     kv_heads, dim = y.shape[-2:]
     ones = torch.ones(kv_heads, dim, device=y.device)
     order = torch.arange(dim, device=y.device).expand(kv_heads, dim)
-    heads = [2 * ones, ones, ones, ones[:, 0], ones[:, 0], order, 0 * order]
-    rows = _launch(
-        y, heads, width=dim // 4, form="zero-point", clip_by=evaluator if ratio > 0 else "none", ratio=ratio,
-        parameter_dtype=parameter_dtype,
-    )  # fmt: skip
-    return reference.Rows(*(x if x.dtype == torch.uint8 else x[..., None] for x in rows))
+    clip_by = evaluator if ratio > 0 else "none"
+    heads = (2 * ones, ones, ones, ones[:, 0], ones[:, 0], order, 0 * order)
+    slots, scale, zero = _launch(y, heads, "zero-point", clip_by, ratio, parameter_dtype).run()
+    return reference.Rows(slots, scale[..., None], zero[..., None])
 
 
-def _launch(y, heads, *, width: int, form: str, clip_by: str, ratio: float, parameter_dtype: torch.dtype):
+def arguments(code: TransformCode, y: torch.Tensor, *, scale_dtype: torch.dtype) -> Launch:
+    """How `quantize` calls the kernel; its third output is not written for levels."""
+    if code.metric is not None:
+        raise NotImplementedError("error feedback rounds coordinate by coordinate: eager PyTorch only")
+    owner, shift = code.slot_tables()
+    threshold = code.gain if code.clip_threshold is None else code.clip_threshold
+    heads = ((1 << code.bits) // 2, code.delta, code.weight, code.gain, threshold, owner, shift)
+    form = "levels" if code.kind == "levels" else "offset"
+    return _launch(y, heads, form, code.clip, code.clip_ratio, scale_dtype)
+
+
+def _launch(
+    y: torch.Tensor, heads: Sequence[torch.Tensor], form: str, clip_by: str, ratio: float, parameter_dtype: torch.dtype
+) -> Launch:
+    """heads: half, delta, weight, gain, threshold, owner, shift, by head."""
     kv_heads, dim = y.shape[-2:]
-    lead = y.shape[:-1]
-    half, delta, weight, gain, threshold, owner, shift = heads
-    inputs = [y.float().contiguous(), half.int(), *(x.float() for x in (delta, weight, gain, threshold))]
-    inputs += [owner.int(), shift.int()]
-    slots = torch.empty(*lead, width, dtype=torch.uint8, device=y.device)
-    scale, bias = (torch.empty(lead, dtype=parameter_dtype, device=y.device) for _ in range(2))
-    size, count = block(dim), lead.numel()
+    half, *numbers, owner, shift = heads
+    inputs = [y.float(), half.int(), *(x.float() for x in numbers), owner.int(), shift.int()]
+    width, size, count = owner.shape[-1] // 4, block(dim), y.shape[:-1].numel()
+    slots = torch.empty(*y.shape[:-1], width, dtype=torch.uint8, device=y.device)
+    outputs = [slots, *(torch.empty(y.shape[:-1], dtype=parameter_dtype, device=y.device) for _ in range(2))]
     rows = 64 if interpreted(quantize_kernel) else ROWS
-    with quiet():
-        quantize_kernel[(-(-count // rows),)](
-            *(x.contiguous() for x in inputs), slots, scale, bias, COUNT=count, ROWS=rows, KV_HEADS=kv_heads, D=dim,
-            BLOCK_D=size, HALVINGS=size.bit_length() - 1, QUARTER=width, BLOCK_Q=block(width), FORM=form, CLIP=clip_by,
-            RANK=clip.rank(ratio, dim), BISECTIONS=dim.bit_length() - 1, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
-    return slots, scale, bias
+    constants = dict(
+        COUNT=count, ROWS=rows, KV_HEADS=kv_heads, D=dim, BLOCK_D=size, HALVINGS=size.bit_length() - 1, QUARTER=width,
+        BLOCK_Q=block(width), FORM=form, CLIP=clip_by, RANK=clip.rank(ratio, dim), BISECTIONS=dim.bit_length() - 1,
+    )  # fmt: skip
+    return Launch([x.contiguous() for x in inputs], outputs, (-(-count // rows),), constants)
