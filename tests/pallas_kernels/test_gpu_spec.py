@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import sm90
+from pallas_kernels.storage import loaded, stored
 from pallas_kernels.tiers import Tiers
 from tests.pallas_kernels import gpu_spec
 from tests.pallas_kernels.states import Case, expected
@@ -101,3 +103,73 @@ def test_error_is_that_of_16_bit_attention(configuration):
 def test_nearly_flat_attention_over_128k_tokens_keeps_its_error(dtype):
     case = Case((2**17 - 1,), head_dim=64, kv_heads=1, tiers=Tiers(), dtype=dtype)
     checked(case, flatness=2.0**-8)
+
+
+def with_sequences(state, order):
+    """The same sequences in another order."""
+    names = ("starts", "counts", "page_indices")
+    return dataclasses.replace(
+        state, q=state.q[order], k=state.k[order], v=state.v[order],
+        plain=jax.tree.map(lambda x: x[:, order], state.plain),
+        arguments=state.arguments | {name: state.arguments[name][order] for name in names},
+    )  # fmt: skip
+
+
+def with_pages(state, order):
+    """The same pages elsewhere in the pool: place i holds what was at `order[i]`."""
+    table, place = state.arguments["page_indices"], jnp.asarray(np.argsort(order), jnp.int32)
+    inside = (table >= 0) & (table < len(order))
+    table = jnp.where(inside, place[jnp.where(inside, table, 0)], table)
+    history = jax.tree.map(lambda x: x[:, order], state.history)
+    return dataclasses.replace(state, history=history, arguments=state.arguments | {"page_indices": table})
+
+
+def with_reused_pages(state):
+    """Unused places hold what earlier sequences left: finite scales and slots instead of poison."""
+
+    def side(pages):
+        unused = jnp.isnan(loaded(pages.scale))
+        old = jnp.broadcast_to(jnp.expand_dims(unused, 3 if pages.tokens_last else 4), pages.slots.shape)
+
+        def filled(numbers, x):
+            return (
+                None if numbers is None else jnp.where(unused, stored(jnp.asarray(x, loaded(numbers).dtype)), numbers)
+            )
+
+        return dataclasses.replace(
+            pages, slots=jnp.where(old, 0x1B, pages.slots), scale=filled(pages.scale, 0.5),
+            offset=filled(pages.offset, -0.75),
+        )  # fmt: skip
+
+    history = state.history
+    return dataclasses.replace(
+        state, history=dataclasses.replace(history, key=side(history.key), value=side(history.value))
+    )
+
+
+def places(case, **options):
+    """Outputs as built, and with everything elsewhere, sequences in their first order."""
+    codes, state = kernel_state(case)
+    state = dataclasses.replace(state, q=state.q.astype(case.dtype))
+    rng = np.random.default_rng(0)
+    sequences, pages = rng.permutation(len(case.starts)), rng.permutation(state.history.key.slots.shape[1])
+    yield outputs(case, codes, state, **options)
+    yield outputs(case, codes, with_sequences(state, sequences), **options)[np.argsort(sequences)]
+    yield outputs(case, codes, with_pages(state, pages), **options)
+    yield outputs(case, codes, with_reused_pages(state), **options)
+
+
+@pytest.mark.slow
+def test_interpreted_outputs_do_not_depend_on_places():
+    case = Case((0, 12, 70), head_dim=64, tiers=Tiers(4, 8, 8, 16), bucket=64, value="rotation-rank", dtype="bfloat16")
+    first, *others = places(case, interpret=True)
+    for other in others:
+        np.testing.assert_array_equal(other, first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("configuration", CONFIGURATIONS[::7], ids=str)
+def test_outputs_do_not_depend_on_places(configuration):
+    first, *others = places(configuration.case)
+    for other in others:
+        np.testing.assert_array_equal(other, first)
