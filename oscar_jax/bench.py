@@ -170,7 +170,8 @@ def as_text(row: Row) -> str:
         parts += ["sequences demote in different steps"] if row.get("staggered") else []
         what = f"{row['operation']:6} {size}  {row['layers']} layers, {row['kv_heads']} heads D{row['head_dim']}"
     else:
-        parts = [f"{row['us']:.1f} us", f"baseline {row['baseline_us']:.1f}"] if "us" in row else []
+        parts = [f"{row['packed_bytes'] / 2**20:.0f} MiB packed"] if "packed_bytes" in row else []
+        parts += [f"{row['us']:.1f} us", f"baseline {row['baseline_us']:.1f}"] if "us" in row else []
         parts.append(f"{row['ratio']:.2f} times as fast as {row['baseline']}")
         if "bandwidth_share" in row:
             parts.append(f"{row['bandwidth_share']:.0%} of the read bandwidth")
