@@ -43,6 +43,7 @@ TINY = 1e-30
 MAGIC = 1.5 * 2.0**23
 MAGIC_BITS = 0x4B400000
 JOINED = 257 * MAGIC
+BYTES_BIAS = 128
 LOG2E = math.log2(math.e)
 PLANES = codec.PLANES
 TILE = 128  # tokens of a tile of history
@@ -52,7 +53,7 @@ PLAIN_TILE = 16  # of which so many at a time
 MAX_TOKENS = 16
 MAX_ROWS = 8  # query rows of a program; 16 would need more registers than there are
 MAX_HEAD_DIM = 256
-BEGIN_STAGES = 2
+BEGIN_STAGES = 3
 QUERY_COLUMNS = 16  # transformed queries of a program
 DEPTH = 32  # coordinates that `_prepare` contracts at a time
 PIECE = 32  # coordinates of a program of `_finish` where there are few programs
@@ -169,15 +170,19 @@ def attend(
     launch = functools.partial(_launch, plan)
 
     partial = functools.partial(_partials, batch, heads, plan)
-    # fp16 holds E, a rotation of the order of one. XLA lifts the conversion out of a loop over layers.
-    decode = codes.key.decode if q.dtype == jnp.float32 else jnp.asarray(codes.key.decode, jnp.float16)
+    # Rows of E without the factor 4^i of their plane. fp16 holds them: a rotation, of the order of one. XLA lifts this
+    # out of a loop over layers.
+    planes = np.repeat(np.float32(4.0) ** -np.arange(PLANES, dtype=np.float32), plan.key_bytes)
+    decode = (jnp.asarray(codes.key.decode) * planes[:, None]).astype(
+        jnp.float32 if q.dtype == jnp.float32 else jnp.float16
+    )
     lengths = (layer, limit, starts.astype(jnp.int32), counts.astype(jnp.int32))
     plain_output, plain_sums, queries, numbers = launch(
         _begin,
         (batch, heads, plan.query_blocks + plan.plain_splits),
         [
             *partial(plan.plain_splits, plan.dim),
-            ((batch, heads, plan.buckets, 2 * plan.rows, PLANES * plan.key_block), jnp.int8),
+            ((batch, heads, plan.buckets, plan.rows, PLANES * plan.key_block), jnp.int16),
             ((batch, heads, plan.buckets, len(_Numbers._fields), plan.rows), jnp.float32),
         ],
         (*lengths, q, k, v, *jax.tree.leaves(plain), decode, codes.key.mu, *_turns(codes, tiers, plan)),
@@ -190,7 +195,7 @@ def attend(
         (batch, heads, plan.splits),
         partial(plan.splits, PLANES * plan.value_block),
         (
-            *lengths, page_indices.astype(jnp.int32), queries, numbers,
+            *lengths, page_indices.astype(jnp.int32), lax.bitcast_convert_type(queries, jnp.int8), numbers,
             history.key.slots, history.key.scale, history.value.slots, history.value.scale, *offsets,
         ),
         warps=1,
@@ -444,18 +449,18 @@ def _plane(plan: _Plan, packed: jax.Array, i: int) -> jax.Array:
     return plane
 
 
-def _round(plan: _Plan, x: jax.Array, factor: jax.Array) -> jax.Array:
-    """`x factor` rounded to an integer below 2^22 in magnitude, plus `MAGIC_BITS`, int32.
+def _round(plan: _Plan, x: jax.Array, factor: jax.Array, bias: int = 0) -> jax.Array:
+    """`x factor` rounded to an integer below 2^22 in magnitude, plus `MAGIC_BITS + bias`, int32.
 
     Adding 1.5 2^23 leaves the integer in the low bits of the sum, a fraction of the cost of a conversion.
     """
-    return lax.bitcast_convert_type(_fma(plan, x, factor, jnp.full_like(x, MAGIC)), jnp.int32)
+    return lax.bitcast_convert_type(_fma(plan, x, factor, jnp.full_like(x, MAGIC + bias)), jnp.int32)
 
 
 def _split_bytes(x: jax.Array) -> jax.Array:
-    """Low 16 bits of int32 `[n, R]`, signed, to int8 `[n, 2 R]`: `256 high + low`, high and low neighbours."""
+    """Low 16 bits of int32 `[n, R]`, signed, to int8 `[n, 2 R]`: `256 high + low`, low and high neighbours."""
     low, high = x.astype(jnp.int8), ((x + 128) >> 8).astype(jnp.int8)
-    return jnp.stack([high, low], axis=-1).reshape(x.shape[0], 2 * x.shape[1])
+    return jnp.stack([low, high], axis=-1).reshape(x.shape[0], 2 * x.shape[1])
 
 
 def _stack_rows(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -474,7 +479,7 @@ def _join_bytes(plan: _Plan, x: jax.Array, unit: jax.Array, add: jax.Array) -> j
     The sums are read as the floats that their bits are, 1.5 2^23 larger: `add` comes with `JOINED unit` taken away.
     """
     bits = lax.bitcast_convert_type(x, jnp.float32).reshape(x.shape[0], x.shape[1] // 2, 2)
-    high, low = (y.reshape(y.shape[:2]) for y in lax.split(bits, (1, 1), axis=2))
+    low, high = (y.reshape(y.shape[:2]) for y in lax.split(bits, (1, 1), axis=2))
     unit = unit[None, :]
     return _fma(plan, high, 256 * unit, _fma(plan, low, unit, add))
 
@@ -528,7 +533,7 @@ def _prepare(layer_ref, q_ref, decode_ref, mu_ref, *refs, plan: _Plan, here, thi
 
     def absorb(i, carry):
         """Some coordinates at a time: the loads of all of them would not fit into registers."""
-        shift, product = carry
+        shifts, product = carry
         d = i * DEPTH + _iota(DEPTH)
         known = None if plan.dim == plan.head_dim else (d < plan.head_dim)[None, :]
         d = d if known is None else jnp.where(d < plan.head_dim, d, 0)
@@ -543,44 +548,40 @@ def _prepare(layer_ref, q_ref, decode_ref, mu_ref, *refs, plan: _Plan, here, thi
                 partner = jnp.where(d < size, partner, d)
             own, other = (_load(ref, source[:, None], d[None, :]) for ref in turn_refs)
             query = _fma(plan, query_of(partner, known), other, query * own)
-        shift += jnp.sum(query * _load(mu_ref, layer, head, d[None, :], mask=known), axis=1)
+        shifts = _fma(plan, query, _load(mu_ref, layer, head, d[None, :], mask=known), shifts)
         matrix = _load(decode_ref, layer, head, slots.number[:, None], d[None, :], mask=_both(slots.column, known))
         if matrix.dtype == jnp.float32:
-            return shift, product + _dot(plan, query, matrix, contract=(1, 1))
+            return shifts, product + _dot(plan, query, matrix, contract=(1, 1))
         half = (query.astype(jnp.float16), matrix)
-        return shift, product + lax.dot_general(*half, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        return shifts, product + lax.dot_general(*half, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
-    initial = (
-        jnp.zeros((QUERY_COLUMNS,), jnp.float32),
-        jnp.zeros((QUERY_COLUMNS, PLANES * plan.key_block), jnp.float32),
-    )
-    steps = max(1, plan.dim // DEPTH)
-    if steps == 1:
-        shift, product = absorb(0, initial)
-    else:  # a number of steps that the compiler does not know, as layers are never negative: unrolled, this spills
-        shift, product = lax.fori_loop(layer >> 31, jnp.int32(steps), absorb, initial)
-    weighted = product * lax.bitcast_convert_type((127 - 2 * slots.plane) << 23, jnp.float32)[None, :]  # 4^-plane
-    top = jnp.max(jnp.abs(weighted), axis=1) + TINY
-    fixed = _round(plan, weighted, (FULL / top)[:, None])
-    integers, unit = fixed - MAGIC_BITS, top * (1 / FULL)
+    depth = min(DEPTH, plan.dim)
+    initial = tuple(jnp.zeros((QUERY_COLUMNS, size), jnp.float32) for size in (depth, PLANES * plan.key_block))
+    # A number of steps that the compiler does not know, as layers are never negative: unrolled, this spills.
+    shifts, product = lax.fori_loop(layer >> 31, jnp.int32(plan.dim // depth), absorb, initial)
+    top = jnp.max(jnp.abs(product), axis=1) + TINY
+    fixed, unit = _round(plan, product, (FULL / top)[:, None], BYTES_BIAS), top * (1 / FULL)
 
-    def total(factor):  # of whole numbers: exact
-        return jnp.sum(integers * factor[None, :], axis=1, dtype=jnp.int32).astype(jnp.float32) * unit
+    def total(factors: tuple[int, ...]):
+        """Sum of whole numbers, each times its plane's factor: exact."""
+        factor = functools.reduce(lambda x, i: jnp.where(slots.plane == i, factors[i], x), range(1, PLANES), factors[0])
+        bias = _wrapped(plan.key_block * sum(factors) * (MAGIC_BITS + BYTES_BIAS))
+        return (jnp.sum(fixed * factor[None, :], axis=1, dtype=jnp.int32) - bias).astype(jnp.float32) * unit
 
-    flipped = jnp.where(slots.plane == 3, 256, 0)  # twice what the flipped top bit of plane 3 takes away
-    weight = 1 << (2 * slots.plane)
+    weights = tuple(4**i for i in range(PLANES))
+    flipped = 256  # twice what the flipped top bit of plane 3 takes away
     if plan.key_offset:
-        constant, sigma = 0.5 * total(flipped), total(weight)
+        constant, sigma = 0.5 * total((0, 0, 0, flipped)), total(weights)
     else:
-        constant, sigma = 0.5 * total(flipped + round(2 * codec.IMPLIED_OFFSET) * weight), jnp.zeros_like(unit)
+        offsets = [round(2 * codec.IMPLIED_OFFSET) * x for x in weights]
+        constant, sigma = 0.5 * total((*offsets[:3], offsets[3] + flipped)), jnp.zeros_like(unit)
     inside = None if exists is None else bucket < plan.buckets
-    for j, number in enumerate(_Numbers(unit, constant, sigma, shift)):
+    for j, number in enumerate(_Numbers(unit, constant, sigma, jnp.sum(shifts, axis=1))):
         plgpu.store(_at(numbers_ref, batch, index, bucket, j, local), number, mask=inside)
-    for j, byte in enumerate((((fixed + 128) >> 8).astype(jnp.int8), fixed.astype(jnp.int8))):
-        at = _at(
-            queries_ref, batch, index, bucket[:, None], 2 * local[:, None] + j, _iota(slots.plane.shape[0])[None, :]
-        )
-        plgpu.store(at, byte, mask=None if exists is None else jnp.broadcast_to(exists, byte.shape))
+    at = _at(queries_ref, batch, index, bucket[:, None], local[:, None], _iota(PLANES * plan.key_block)[None, :])
+    # With the bias and the flip, the two bytes of a word are the low and the high one of `_split_bytes`.
+    words = (fixed ^ BYTES_BIAS).astype(jnp.int16)
+    plgpu.store(at, words, mask=None if exists is None else jnp.broadcast_to(exists, words.shape))
 
 
 def _attend_plain(
@@ -825,7 +826,9 @@ def _attend_history(
     def run(state: _State, bucket, begin, end) -> _State:
         """Absorbs tiles `begin` to `end` of one bucket: whole ones first, then those at the edges."""
         size = plan.key_block
-        query = [plgpu.load(queries_ref.at[batch, index, bucket, :, pl.ds(size * i, size)]) for i in range(PLANES)]
+        column = _iota(2 * plan.rows)[:, None]
+        at = (batch, index, bucket, _div(column, 2))
+        query = [_load(queries_ref, *at, (i * size + _iota(size))[None, :], _rem(column, 2)) for i in range(PLANES)]
         numbers = _Numbers(
             *(plgpu.load(numbers_ref.at[batch, index, bucket, jnp.int32(j), :]) for j in range(len(_Numbers._fields)))
         )
