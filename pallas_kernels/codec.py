@@ -4,9 +4,9 @@ Prefill, demotion, every kernel and the PyTorch reference agree with this file: 
 near-ties of the rounding where the product `(x - mu) M` is summed in another order.
 
 Numerics: y in fp32 (float64 for float64 rows) with `precision="highest"`. Sums over coordinates are pairwise (pad with
-zeros to a power of two, add the upper half to the lower, repeat) and their products are rounded before they are added,
-so the result does not depend on the compiler. Levels round down to a half-step grid; min/max rounds half up from the
-unrounded fp32 scale. Scale and offset are rounded once, when stored.
+zeros to a power of two, add the upper half to the lower, repeat), their products are rounded before they are added, and
+quotients are rounded once, so the result does not depend on the compiler. Levels round down to a half-step grid;
+min/max rounds half up from the unrounded fp32 scale. Scale and offset are rounded once, when stored.
 
 Degenerate rows: a row with NaN or Inf, or whose mean of y^2 overflows, stores slots 0 and scale NaN, so it is seen in
 its own sequence only. `levels`: y = 0 decodes to mu. `minmax`: a row constant after clipping stores scale 0, slots 0
@@ -116,6 +116,13 @@ def clip_rank(ratio: float, size: int) -> int:
     return min(int(np.floor(ratio * size)), size - 1)
 
 
+def quotient(a: jax.Array, b: jax.Array | float) -> jax.Array:
+    """`a / b`, rounded once, whatever the compiler."""
+    # Compilers multiply by `1 / b`, rounded twice, where b is a constant or the same for many elements; so it must look
+    # like neither.
+    return a / jnp.where(jnp.isnan(a), 1, b).astype(a.dtype)
+
+
 def _rounded(product: jax.Array) -> jax.Array:
     # An identity on every finite number that compilers cannot see through: without it the product may be fused into the
     # addition that follows (one rounding instead of two), and implementations would differ.
@@ -132,9 +139,9 @@ def _quantize_minmax(code: TransformCode, y: jax.Array) -> tuple[jax.Array, jax.
         threshold = jnp.asarray(code.clip_threshold, y.dtype)[..., None]
         y = jnp.clip(y, -threshold, threshold)
     low, high = y.min(-1, keepdims=True), y.max(-1, keepdims=True)
-    scale = jnp.minimum((high - low) / 3, jnp.finfo(y.dtype).max)
+    scale = jnp.minimum(quotient(high - low, 3), jnp.finfo(y.dtype).max)
     constant = scale < jnp.finfo(y.dtype).tiny
-    level = jnp.floor((y - low) / jnp.where(constant, 1, scale) + 0.5)
+    level = jnp.floor(quotient(y - low, jnp.where(constant, 1, scale)) + 0.5)
     stored = jnp.clip(jnp.nan_to_num(level), 0, 3).astype(jnp.int32)
     return (
         jnp.where(constant, 0, stored),
@@ -149,7 +156,7 @@ def _quantize_levels(code: TransformCode, y: jax.Array, finite: jax.Array) -> tu
     kept = half > 0
     count = kept.sum(-1).astype(y.dtype)
     # maximum(), not clip(): an overflow must stay visible here.
-    mean_square = pairwise_sum(jnp.where(kept, jnp.maximum(y * y, 0), 0)) / count
+    mean_square = quotient(pairwise_sum(jnp.where(kept, jnp.maximum(y * y, 0), 0)), count)
     finite &= jnp.isfinite(mean_square)
     # The lower bound never binds; it keeps compilers from replacing 1 / sqrt by an approximate reciprocal root.
     sigma = jnp.maximum(jnp.sqrt(mean_square + SIGMA_EPSILON), 1e-7)

@@ -465,7 +465,7 @@ def _dot(plan: _Plan, a: jax.Array, b: jax.Array) -> jax.Array:
 
 def _divide(plan: _Plan, a: jax.Array | float, b: jax.Array | float) -> jax.Array:
     a, b = jnp.broadcast_arrays(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32))
-    return a / b if plan.interpret else _exact("div", a, b)
+    return codec.quotient(a, b) if plan.interpret else _exact("div", a, b)
 
 
 def _root(plan: _Plan, x: jax.Array) -> jax.Array:

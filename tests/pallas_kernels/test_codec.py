@@ -270,6 +270,25 @@ def test_minmax_rounds_halves_up():
     assert np.asarray(codec.unpack(codec.quantize(code, y).slots)).ravel().tolist() == [0, 1, 1, 2, 2, 3, 3, 0]
 
 
+@pytest.mark.parametrize("kind", ("naive", "rotation-rank", "rotation-static"))
+def test_levels_of_short_numbers_equal_the_definition(kind):
+    """Eleven bits or fewer make ties frequent; a product with a reciprocal in place of a quotient breaks some."""
+    code = transform_code(kind, kv_heads=1).layer(0)
+    y = np.round(rows(64, count=400, kv_heads=1) * 8).astype(np.float32) / 8
+    got = np.asarray(quantize(code, y).slots)
+    for token, row in enumerate(y[:, 0]):
+        np.testing.assert_array_equal(got[token, 0], definition.pack_row(definition.quantize_row(code, 0, row)[0]))
+
+
+def test_quotients_are_rounded_once():
+    rng = np.random.default_rng(0)
+    a, columns, rows = (rng.uniform(1, 9, size=shape).astype(np.float32) for shape in ((40, 8), 8, (40, 1)))
+    a[0] = 0, np.inf, np.nan, -1e-30, 1e30, 3e38, 1, -2
+    divided = jax.jit(lambda a, *divisors: [codec.quotient(a, divisor) for divisor in (3, *divisors)])
+    for got, divisor in zip(divided(a, columns, rows), (np.float32(3), columns, rows), strict=True):
+        np.testing.assert_array_equal(got, a / divisor)
+
+
 @pytest.mark.parametrize("scale_dtype", ("float16", "bfloat16"))
 @pytest.mark.parametrize("kind", ("naive", "rotation-rank"))
 def test_the_largest_rows_saturate_and_decode_finite(kind, scale_dtype):
