@@ -103,7 +103,7 @@ def write(
     for side, code, rows in ((cache.key, codes.key, relative), (cache.value, codes.value, v.to(compute))):
         encoded = codec.encode(code, rows, scale_dtype=codes.scale_dtype)
         for pool, stored in zip((side.slots, side.scale, side.offset), encoded, strict=True):
-            if pool is not None:
+            if pool is not None and stored is not None:
                 pool[pages, :, place % tiers.page] = stored
 
 

@@ -193,7 +193,7 @@ def demotion_case(kind: str, *, bucket: int | None, seed: int = 0) -> Case:
     table, pool = torch.tensor([[3, 2, 4, 0]], dtype=torch.int32), 5
     nothing = torch.zeros(1, 0, 2, 64)
     sides = [states.empty_pages(side.layer(0), pool, tiers.page, torch.float16, 0) for side in (both.key, both.value)]
-    store = cache.LayerCache(nothing, nothing, nothing, nothing, *sides, table)
+    store = cache.LayerCache(nothing, nothing, nothing, nothing, sides[0], sides[1], table)
     cache.write(store, k, v, sequence=0, first=tiers.sink, codes=both.layer(0), tiers=tiers)
     inputs = {"k": k, "v": v, "page_indices": table, **codes_arrays(both.layer(0))}
     meta = {"tiers": dataclasses.astuple(tiers), "codes": codes_attributes(both), "pool": pool}

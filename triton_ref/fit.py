@@ -59,9 +59,11 @@ def reference_targets(first: Sums, second: Sums, *, groups: int, per_layer: bool
 
 def reference(targets: Targets, *, clip_ratios: tuple[float, float] = (0.96, 0.92)) -> TransformCodes:
     """Rotations `U H P_br` with the online rank clip and min/max."""
-    return TransformCodes(
-        *(rotation_code(linalg.reference_rotation(t), clip_ratio=r) for t, r in zip(targets, clip_ratios, strict=True))
+    key, value = (
+        rotation_code(linalg.reference_rotation(target), clip_ratio=ratio)
+        for target, ratio in zip(targets, clip_ratios, strict=True)
     )
+    return TransformCodes(key, value)
 
 
 def rotation_code(rotation: torch.Tensor, *, clip: str = "rank", clip_ratio: float) -> TransformCode:
@@ -79,18 +81,20 @@ def default_statistics(
     sums: Sums, *, rotary: Rotary | None, max_position: int, settings: Settings, value_metric: torch.Tensor | None
 ) -> tuple[Statistics, Statistics]:
     """Weighted statistics of keys and values; the query metric is averaged over the starts of all buckets."""
-    sides = []
-    for name, weight in (("key", "weighted_pair"), ("value", "weighted_value_weight")):
+
+    def moments_of(side: str, weight: str) -> tuple[torch.Tensor, torch.Tensor]:
         total = sums[weight][..., None]
-        mean, second = sums[f"weighted_{name}_sum"] / total, sums[f"weighted_{name}"] / total[..., None]
-        sides.append((mean, second - mean[..., :, None] * mean[..., None, :]))
+        mean, second = sums[f"weighted_{side}_sum"] / total, sums[f"weighted_{side}"] / total[..., None]
+        return mean, second - mean[..., :, None] * mean[..., None, :]
+
     query = sums["weighted_query"] / sums["weighted_pair"][..., None, None]
     if rotary is not None:
         offsets = range(0, max_position - settings.sink, settings.bucket)
-        query = sum(_turned(query, rotary, o) for o in offsets) / len(offsets)  # type: ignore[assignment]
+        query = sum((_turned(query, rotary, offset) for offset in offsets), torch.zeros_like(query)) / len(offsets)
     dim = query.shape[-1]
     metric = torch.eye(dim, dtype=torch.float64).expand(query.shape) if value_metric is None else value_metric.double()
-    return Statistics(*sides[0], query), Statistics(*sides[1], metric)
+    key, value = moments_of("key", "weighted_pair"), moments_of("value", "weighted_value_weight")
+    return Statistics(key[0], key[1], query), Statistics(value[0], value[1], metric)
 
 
 def default(

@@ -12,7 +12,7 @@ from triton_ref.cache import Call, LayerCache, Pages
 from triton_ref.code import TransformCode, TransformCodes
 from triton_ref.tiers import Tiers
 
-Sequence = Callable[[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+Sequence = Callable[[int, int], tuple[torch.Tensor, ...]]
 GARBAGE = (-1, 2**30, -(2**30))
 
 
@@ -66,10 +66,12 @@ def build(shape: Shape, codes: TransformCodes, sequence: Sequence, *, seed: int)
     q = torch.zeros(batch, shape.tokens, shape.q_heads, dim, dtype=dtype)
     rows = [nan(batch, shape.tokens, kv_heads, dim) for _ in range(2)]
     store = LayerCache(
-        *(nan(batch, tokens, kv_heads, dim) for tokens in (tiers.sink, tiers.sink, ring, ring)),
-        *(empty_pages(code, pool, tiers.page, codes.scale_dtype, torch.nan) for code in (codes.key, codes.value)),
+        nan(batch, tiers.sink, kv_heads, dim), nan(batch, tiers.sink, kv_heads, dim),
+        nan(batch, ring, kv_heads, dim), nan(batch, ring, kv_heads, dim),
+        empty_pages(codes.key, pool, tiers.page, codes.scale_dtype, torch.nan),
+        empty_pages(codes.value, pool, tiers.page, codes.scale_dtype, torch.nan),
         ids.int(),
-    )
+    )  # fmt: skip
     table = torch.tensor(GARBAGE, dtype=torch.int32).repeat(entries)[:entries].repeat(batch, 1)
     for b, (start, count) in enumerate(zip(shape.starts, counts, strict=True)):
         length = start + count
@@ -96,7 +98,7 @@ def build(shape: Shape, codes: TransformCodes, sequence: Sequence, *, seed: int)
         torch.tensor(shape.starts, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32), dim**-0.5,
         shape.softcap, shape.window, sink_logits,
     )  # fmt: skip
-    return State(q, *rows, dataclasses.replace(store, page_indices=table), call)
+    return State(q, rows[0], rows[1], dataclasses.replace(store, page_indices=table), call)
 
 
 def empty_pages(code: TransformCode, pool: int, page: int, scale_dtype: torch.dtype, fill: float) -> Pages:

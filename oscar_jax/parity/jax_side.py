@@ -258,7 +258,7 @@ def _codes(case: Case) -> TransformCodes:
             arrays = {name: x[None] for name, x in arrays.items()}
         sides.append(TransformCode.from_arrays(arrays, **meta[side]))
     rotary = None if meta["rotary"] is None else _rotary(meta["rotary"])
-    return TransformCodes(*sides, rotary, meta["bucket"], meta["scale_dtype"])
+    return TransformCodes(sides[0], sides[1], rotary, meta["bucket"], meta["scale_dtype"])
 
 
 def _rotary(meta: dict[str, Any]) -> Rotary:

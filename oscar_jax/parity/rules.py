@@ -141,7 +141,8 @@ def levels(code: TransformCode, slots: np.ndarray) -> np.ndarray:
     parts = np.where(shift < 8, _unpack(slots).astype(int) << np.minimum(shift, 7), 0)
     result = np.zeros((*slots.shape[:-1], code.head_dim), int)
     for head in range(slots.shape[-2]):
-        np.add.at(result[:, head], (slice(None), owner[head]), parts[:, head])
+        for slot, coordinate in enumerate(owner[head]):
+            result[:, head, coordinate] += parts[:, head, slot]
     return result
 
 

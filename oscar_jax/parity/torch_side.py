@@ -117,7 +117,7 @@ def demotion(case: Case) -> Outputs:
         pools = part(case.expected, f"pages.{side}")
         empty = {name: torch.zeros_like(_tensor(pool)) for name, pool in pools.items()}
         sides.append(cache.Pages(empty["slots"], empty["scale"], empty.get("offset")))
-    store = cache.LayerCache(*(nothing,) * 4, *sides, table)
+    store = cache.LayerCache(nothing, nothing, nothing, nothing, sides[0], sides[1], table)
     cache.write(store, k, v, sequence=0, first=tiers.sink, codes=codes, tiers=tiers)
     outputs = {}
     for side in ("key", "value"):
@@ -133,7 +133,7 @@ def attend(case: Case, *, kernel: Callable) -> Outputs:
         pools = {name: _tensor(pool) for name, pool in part(arrays, f"pages.{side}").items()}
         sides.append(cache.Pages(pools["slots"], pools["scale"], pools.get("offset")))
     plain = [_tensor(arrays[tier]) for tier in ("sink_k", "sink_v", "recent_k", "recent_v")]
-    store = cache.LayerCache(*plain, *sides, _tensor(arrays["page_indices"]))
+    store = cache.LayerCache(*plain, *sides, _tensor(arrays["page_indices"]))  # type: ignore[call-arg]
     sinks = arrays.get("sink_logits")
     call = cache.Call(
         _tensor(arrays["starts"]), _tensor(arrays["counts"]), meta["scale"], meta["softcap"], meta["window"],

@@ -1,6 +1,6 @@
 """Three-tier attention: eager float64 equals the numpy definition, Triton's kernels equal eager within 2e-6."""
 
-import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,12 +36,14 @@ def arguments(case):
     codes = codes_of(case)
     state = build(case, codes)
     sides = [
-        Pages(*(None if x is None else tensor(x[1]) for x in (side.slots, side.scale, side.offset)))
+        Pages(tensor(side.slots[1]), tensor(side.scale[1]), None if side.offset is None else tensor(side.offset[1]))
         for side in (state.history.key, state.history.value)
     ]
     plain = state.plain
-    tiers_of = [tensor(x[1]) for x in (plain.sink_k, plain.sink_v, plain.recent_k, plain.recent_v)]
-    cache = LayerCache(*tiers_of, *sides, tensor(state.arguments["page_indices"]))
+    cache = LayerCache(
+        tensor(plain.sink_k[1]), tensor(plain.sink_v[1]), tensor(plain.recent_k[1]), tensor(plain.recent_v[1]),
+        sides[0], sides[1], tensor(state.arguments["page_indices"]),
+    )  # fmt: skip
     sinks = state.arguments["sink_logits"]
     call = Call(
         tensor(state.arguments["starts"]), tensor(state.arguments["counts"]), case.spec.scale, case.softcap,
@@ -52,8 +54,8 @@ def arguments(case):
         rotary = Rotary(codes.rotary.inverse_frequencies, codes.rotary.rotary_dim, codes.rotary.pairing)
     both = TransformCodes(torch_code(codes.key, 1), torch_code(codes.value, 1), rotary, codes.bucket)
     tiers = Tiers(case.tiers.sink, case.tiers.recent, case.tiers.group, case.tiers.page)
-    rows = [tensor(x) for x in (state.q, state.k, state.v)]
-    return (*rows, cache, both, call), tiers, expected(case, state)
+    rows: list[Any] = [tensor(x) for x in (state.q, state.k, state.v)]
+    return [*rows, cache, both, call], tiers, expected(case, state)
 
 
 def errors(case, out, wanted):
@@ -95,4 +97,4 @@ def test_bfloat16_is_refused_in_the_interpreter():
     rows = cases.activations(64, 1, seed=0, length=21)
     state = states.build(shape, both, lambda b, length: tuple(x[0, 0, :length] for x in rows), seed=0)
     with pytest.raises(NotImplementedError, match="bf16 in Triton's CPU interpreter"):
-        decode.attend(*dataclasses.astuple(state)[:3], state.cache, both, state.call, tiers=shape.tiers)
+        decode.attend(state.q, state.k, state.v, state.cache, both, state.call, tiers=shape.tiers)

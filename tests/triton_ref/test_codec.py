@@ -58,7 +58,8 @@ def test_slot_counts_other_than_the_head_size():
 def test_decoding_equals_jax(kind):
     code = transform_code(kind)
     encoded = jax_codec.encode(code.layer(0), jnp.asarray(rows(64)[7:]))
-    stored = codec.Encoded(*(None if x is None else tensor(x) for x in encoded))
+    offset = None if encoded.offset is None else tensor(encoded.offset)
+    stored = codec.Encoded(tensor(encoded.slots), tensor(encoded.scale), offset)
     got = codec.decode(torch_code(code), stored).numpy()
     np.testing.assert_allclose(got, jax_codec.decode(code.layer(0), encoded), atol=3e-5, rtol=3e-5)
 

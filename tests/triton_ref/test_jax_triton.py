@@ -3,6 +3,9 @@
 Needs a GPU and `jax_triton` (the wheel jax-triton 0.3.1 goes with jax 0.11 and Triton 3.6).
 """
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -13,7 +16,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
 from triton_ref import cases, codec, states  # noqa: E402
-from triton_ref.kernels import decode, quantize  # noqa: E402
+from triton_ref.kernels import decode, launch, quantize  # noqa: E402
 from triton_ref.tiers import Tiers  # noqa: E402
 
 
@@ -47,8 +50,8 @@ def history_call(dtype, device):
     rows = cases.activations(64, 2, seed=0, length=700)
     shape = states.Shape((30, 690), dtype=dtype, tiers=tiers)
     state = states.build(shape, both, lambda b, length: tuple(x[0, 0, :length] for x in rows), seed=0)
-    moved = [_to(x, device) for x in (state.q, state.cache, state.call)]
-    q, cache, call = moved
+    q = state.q.to(device)
+    cache, call = _to(state.cache, device), _to(state.call, device)
     both = both.to(device)
     capacity = tiers.page * cache.page_indices.shape[1]
     prepared = decode.prepare(q, both, call, tiers=tiers, capacity=capacity)
@@ -61,15 +64,14 @@ def history_call(dtype, device):
     return arrays, (batch, kv_heads, splits), constants, outputs
 
 
-def _to(value, device):
-    import dataclasses
-
+def _to(value: Any, device: str) -> Any:
+    """Tensors of a dataclass, and of dataclasses in it, moved."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: _to(getattr(value, field.name), device) for field in dataclasses.fields(value)}
-        return dataclasses.replace(value, **fields)
-    return value
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    fields = {field.name: _to(getattr(value, field.name), device) for field in dataclasses.fields(value)}
+    return dataclasses.replace(value, **fields)
 
 
 @pytest.mark.gpu
@@ -77,7 +79,7 @@ def _to(value, device):
 def test_history_kernel_from_jax_equals_pytorch(dtype):
     jt = jax_triton()
     arrays, grid, constants, outputs = history_call(dtype, "cuda")
-    decode.history_kernel[grid](*arrays, *outputs, **constants, num_warps=4)
+    launch.run(decode.history_kernel, grid, *arrays, *outputs, **constants, num_warps=4)
     found = jt.triton_call(
         *map(to_jax, arrays), kernel=decode.history_kernel, out_shape=list(map(shape_of, outputs)), grid=grid,
         num_warps=4, **constants,
@@ -88,7 +90,7 @@ def test_history_kernel_from_jax_equals_pytorch(dtype):
     merged.append(torch.empty(*outputs[1].shape[:2], *outputs[1].shape[3:], device="cuda"))
     rows, width = outputs[0].shape[3:]
     options = dict(ROWS=rows, WIDTH=width, BLOCK=width, SPLITS=grid[2], NORMALISE=True)
-    decode.merge_kernel[(grid[0] * grid[1],)](*outputs, *merged, **options, num_warps=4)
+    launch.run(decode.merge_kernel, (grid[0] * grid[1],), *outputs, *merged, **options, num_warps=4)
     found = jt.triton_call(
         *map(to_jax, outputs), kernel=decode.merge_kernel, out_shape=list(map(shape_of, merged)),
         grid=(grid[0] * grid[1],), num_warps=4, **options,

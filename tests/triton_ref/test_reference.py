@@ -112,9 +112,9 @@ def test_this_projects_rule_counts_from_position_zero():
 
 def serve(semantics, *, prompt=80, chunk=1000, rotations=None):
     q, k, v = gaussian(120, 4, 64), gaussian(120, 2, 64, seed=1), gaussian(120, 2, 64, seed=2)
-    if rotations is None:
-        rotations = (linalg.hadamard(64).float(),) * 2
+    matrix = linalg.hadamard(64).float()
     tiers = Tiers(sink=8, recent=16, group=8)
+    rotations = rotations or (matrix, matrix)
     return reference.serve(q, k, v, rotations, semantics=semantics, tiers=tiers, prompt=prompt, chunk=chunk)
 
 
@@ -153,7 +153,8 @@ def test_every_option_changes_something_and_breaks_nothing(change):
 def test_rotated_tiers_cost_only_rounding_where_nothing_is_quantized():
     wide = Semantics(prefill="chunk-exact", frame="rotated", plain_dtype=torch.float32)
     plain = dataclasses.replace(wide, frame="plain")
-    rotation = linalg.reference_rotation((lambda a: a @ a.mT)(gaussian(2, 64, 64).double())).float()
+    factor = gaussian(2, 64, 64).double()
+    rotation = linalg.reference_rotation(factor @ factor.mT).float()
     a, b = (serve(each, prompt=120, rotations=(rotation, rotation)) for each in (wide, plain))
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     narrow = serve(dataclasses.replace(wide, plain_dtype=torch.bfloat16), prompt=120, rotations=(rotation, rotation))

@@ -36,7 +36,7 @@ def test_the_standalone_checker_notices_one_changed_bit(name, array, tmp_path):
     with np.load(FOLDER / f"{array}.npz") as file:
         arrays = {key: np.array(file[key]) for key in file.files}
     arrays[name].view(np.uint8)[-1, 0] ^= 1
-    np.savez(tmp_path / "a.npz", **arrays)
+    np.savez(tmp_path / "a.npz", **arrays)  # type: ignore[arg-type]
     done = subprocess.run(
         [sys.executable, FOLDER / "check.py", tmp_path], capture_output=True, text=True, check=False, timeout=120
     )
@@ -104,7 +104,7 @@ def _codes(case):
     ]
     turn = meta["rotary"]
     rotary = turn and Rotary(tuple(turn["inverse_frequencies"]), turn["rotary_dim"], turn["pairing"])
-    return TransformCodes(*sides, rotary, meta["bucket"])
+    return TransformCodes(sides[0], sides[1], rotary, meta["bucket"])
 
 
 def test_attention_inputs_are_poisoned_where_nothing_is_stored():

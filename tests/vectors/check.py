@@ -20,7 +20,9 @@ def pairwise(x):  # sum: pad with zeros to a power of two, add the upper half to
 
 def quantize(y, code, kind, clip, clip_ratio):  # one fp32 row of one head: levels in coordinate order, scale
     if kind == "minmax":
-        bound = np.sort(abs(y))[min(int(clip_ratio * len(y)), len(y) - 1)] if clip == "rank" else code["clip_threshold"]
+        bound = (
+            np.sort(abs(y))[min(int(clip_ratio * len(y)), len(y) - 1)] if clip == "rank" else code.get("clip_threshold")
+        )
         y = np.clip(y, -bound, bound) if clip != "none" else y
         scale = (y.max() - y.min()) / np.float32(3)
         return np.floor((y - y.min()) / (scale or np.float32(1)) + np.float32(0.5)).astype(int), scale
@@ -35,7 +37,7 @@ def quantize(y, code, kind, clip, clip_ratio):  # one fp32 row of one head: leve
 
 def check_codec(meta, a):
     for row, head in np.argwhere(np.isfinite(a["out.scale"])):  # other rows hold NaN or Inf: slots 0, scale NaN
-        code = {"clip_threshold": None} | {n[8:]: x[head] for n, x in a.items() if n.startswith("in.code.")}
+        code = {n[8:]: x[head] for n, x in a.items() if n.startswith("in.code.")}
         pairs = [(i, shift) for i, width in enumerate(code["bits"]) for shift in range(width - 2, -1, -2)]
         owner, shift = np.array(pairs + [(0, 8)] * (len(code["slot_order"]) - len(pairs)))[code["slot_order"]].T
         slots = unpack(a["out.slots"][row, head])

@@ -18,7 +18,7 @@ import triton.language as tl
 from triton_ref import codec
 from triton_ref.cache import Call, LayerCache
 from triton_ref.code import TransformCodes
-from triton_ref.kernels.launch import MIN_DOT, block, interpreted
+from triton_ref.kernels.launch import MIN_DOT, block, interpreted, run
 from triton_ref.tiers import Tiers
 
 MASKED = tl.constexpr(-1e30)  # finite, so that differences of two masked logits are zero and not NaN
@@ -317,7 +317,7 @@ def attend_history(
     batch, kv_heads, _, rows, _ = prepared.queries.shape
     output = torch.empty(batch, kv_heads, splits, rows, codes.value.slots, device=prepared.rows.device)
     stats = torch.empty(batch, kv_heads, splits, 2, rows, device=prepared.rows.device)
-    history_kernel[(batch, kv_heads, splits)](*arrays, output, stats, **constants, num_warps=4)
+    run(history_kernel, (batch, kv_heads, splits), *arrays, output, stats, **constants, num_warps=4)
     return output, stats
 
 
@@ -367,8 +367,9 @@ def attend_plain(
     output = torch.empty(batch, kv_heads, splits, rows, dim, device=k.device)
     stats = torch.empty(batch, kv_heads, splits, 2, rows, device=k.device)
     sources = (cache.sink_k, cache.sink_v, cache.recent_k, cache.recent_v, k, v)
-    plain_kernel[(batch, kv_heads, splits)](
-        prepared.rows, *(x.contiguous() for x in sources), call.starts.int(), call.counts.int(), output, stats,
+    run(
+        plain_kernel, (batch, kv_heads, splits), prepared.rows, *(x.contiguous() for x in sources),
+        call.starts.int(), call.counts.int(), output, stats,
         KV_HEADS=kv_heads, TOKENS=tokens, ROWS=rows, D=dim, BLOCK_D=block(dim, MIN_DOT), RING=ring, SPAN=PLAIN_SPAN,
         TILE=PLAIN_TILE, SPLITS=splits, SINK=tiers.sink, RECENT=tiers.recent, GROUP=tiers.group,
         WINDOW=call.window or UNLIMITED, SOFTCAP=call.softcap or 0.0, num_warps=4,
@@ -381,9 +382,9 @@ def merge(partial: torch.Tensor, stats: torch.Tensor, *, normalise: bool) -> tup
     batch, kv_heads, splits, rows, width = partial.shape
     output = torch.empty(batch, kv_heads, rows, width, device=partial.device)
     merged = torch.empty(batch, kv_heads, 2, rows, device=partial.device)
-    merge_kernel[(batch * kv_heads,)](
-        partial.contiguous(), stats.contiguous(), output, merged, ROWS=rows, WIDTH=width, BLOCK=block(width),
-        SPLITS=splits, NORMALISE=normalise, num_warps=4,
+    run(
+        merge_kernel, (batch * kv_heads,), partial.contiguous(), stats.contiguous(), output, merged, ROWS=rows,
+        WIDTH=width, BLOCK=block(width), SPLITS=splits, NORMALISE=normalise, num_warps=4,
     )  # fmt: skip
     return output, merged
 

@@ -6,9 +6,9 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-import triton
 from triton.runtime.interpreter import InterpretedFunction
 
 MIN_DOT = 16  # smallest extent of a `tl.dot` operand
@@ -38,6 +38,12 @@ def quiet() -> Iterator[None]:
         yield
 
 
+def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Launches a kernel."""
+    with quiet():
+        kernel[grid](*arguments, **options)
+
+
 def block(size: int, least: int = 1) -> int:
     """The power of two that holds `size`."""
-    return max(least, triton.next_power_of_2(size))
+    return max(least, 1 << (size - 1).bit_length())

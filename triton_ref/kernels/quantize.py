@@ -1,3 +1,5 @@
+# pyright: reportGeneralTypeIssues=false
+# Kernel bodies are Triton's language, whose types Python's checker does not know.
 """Clip, quantize and pack as one Triton kernel: rows of a transform code, and the OSCAR reference's own row format.
 
 A program takes a few rows of D coordinates. Everything is exact: sums are pairwise in the codec's order, divisions and
@@ -16,7 +18,7 @@ import triton.language as tl
 
 from triton_ref import clip, codec, reference
 from triton_ref.code import TransformCode
-from triton_ref.kernels.launch import block, interpreted, quiet
+from triton_ref.kernels.launch import block, interpreted, run
 
 ROWS = 4  # of a program
 LARGEST = tl.constexpr(3.4028234663852886e38)
@@ -171,10 +173,8 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
 
     def run(self) -> list[torch.Tensor]:
-        with quiet():
-            quantize_kernel[self.grid](
-                *self.inputs, *self.outputs, **self.constants, num_warps=4, enable_fp_fusion=False
-            )
+        options = {"num_warps": 4, "enable_fp_fusion": False}
+        run(quantize_kernel, self.grid, *self.inputs, *self.outputs, **self.constants, **options)
         return self.outputs
 
 
