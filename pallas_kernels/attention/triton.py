@@ -53,7 +53,6 @@ PLAIN_TILE = 16  # of which so many at a time
 MAX_TOKENS = 16
 MAX_ROWS = 8  # query rows of a program; 16 would need more registers than there are
 MAX_HEAD_DIM = 256
-BEGIN_STAGES = 3
 QUERY_COLUMNS = 16  # transformed queries of a program
 DEPTH = 32  # coordinates that `_prepare` contracts at a time
 PIECE = 32  # coordinates of a program of `_finish` where there are few programs
@@ -187,7 +186,7 @@ def attend(
         ],
         (*lengths, q, k, v, *jax.tree.leaves(plain), decode, codes.key.mu, *_turns(codes, tiers, plan)),
         warps=1,
-        stages=BEGIN_STAGES,
+        stages=3,
     )
     offsets = [x for x in (history.key.offset, history.value.offset) if x is not None]
     output, sums = launch(
@@ -518,45 +517,49 @@ def _prepare(layer_ref, q_ref, decode_ref, mu_ref, *refs, plan: _Plan, here, thi
     *turn_refs, queries_ref, numbers_ref = refs
     batch, head, block, index = here
     layer = layer_ref[0]
-    column = third * QUERY_COLUMNS + _iota(QUERY_COLUMNS)
-    bucket, local = _div(column, plan.rows), _rem(column, plan.rows)
+    count = QUERY_COLUMNS // plan.rows
+    bucket, local = third * count + _iota(count), _iota(plan.rows)
     rows = _rows(plan, block, local)
-    exists = None if plan.buckets * plan.rows % QUERY_COLUMNS == 0 else (bucket < plan.buckets)[:, None]
-    real = None if plan.groups * plan.tokens == plan.rows * plan.row_blocks else rows.real[:, None]
-    source = bucket if exists is None else jnp.where(bucket < plan.buckets, bucket, 0)
+    exists = None if plan.buckets % count == 0 else bucket < plan.buckets
+    real = None if plan.groups * plan.tokens == plan.rows * plan.row_blocks else rows.real[None, :, None]
+    source = bucket if exists is None else jnp.where(exists, bucket, 0)
     query_head = head * plan.groups + rows.head
-    slots = _Slots.of(plan.key_block, plan.key_bytes)
+    slots, depth = _Slots.of(plan.key_block, plan.key_bytes), min(DEPTH, plan.dim)
 
-    def query_of(d, known):
-        x = _load(q_ref, batch, rows.token[:, None], query_head[:, None], d[None, :], mask=_both(real, exists, known))
-        return x.astype(jnp.float32)
+    def query_of(d, known):  # [1, R, d]
+        known = None if known is None else known[None]
+        at = (batch, rows.token[None, :, None], query_head[None, :, None], d[None, None, :])
+        return _load(q_ref, *at, mask=_both(real, known)).astype(jnp.float32)
 
     def absorb(i, carry):
         """Some coordinates at a time: the loads of all of them would not fit into registers."""
         shifts, product = carry
-        d = i * DEPTH + _iota(DEPTH)
+        d = i * depth + _iota(depth)
         known = None if plan.dim == plan.head_dim else (d < plan.head_dim)[None, :]
         d = d if known is None else jnp.where(d < plan.head_dim, d, 0)
         query = query_of(d, known)
+        full = (count, plan.rows, depth)
         if plan.rotary is None:
-            query *= plan.logit_scale
+            query = jnp.broadcast_to(query * plan.logit_scale, full)
         else:
             size, neighbours = plan.rotary
             # A remainder keeps neighbours neighbours, so that loads stay wide; a choice would not.
             partner = d ^ 1 if neighbours else _rem(d + size // 2, size)
             if size < plan.head_dim:
                 partner = jnp.where(d < size, partner, d)
-            own, other = (_load(ref, source[:, None], d[None, :]) for ref in turn_refs)
+            own, other = (_load(ref, source[:, None, None], d[None, None, :]) for ref in turn_refs)
             query = _fma(plan, query_of(partner, known), other, query * own)
-        shifts = _fma(plan, query, _load(mu_ref, layer, head, d[None, :], mask=known), shifts)
+        mu = _load(mu_ref, layer, head, d[None, None, :], mask=None if known is None else known[None])
+        shifts = _fma(plan, query, mu, shifts)
+        query = query.reshape(QUERY_COLUMNS, depth)
         matrix = _load(decode_ref, layer, head, slots.number[:, None], d[None, :], mask=_both(slots.column, known))
         if matrix.dtype == jnp.float32:
             return shifts, product + _dot(plan, query, matrix, contract=(1, 1))
         half = (query.astype(jnp.float16), matrix)
         return shifts, product + lax.dot_general(*half, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
-    depth = min(DEPTH, plan.dim)
-    initial = tuple(jnp.zeros((QUERY_COLUMNS, size), jnp.float32) for size in (depth, PLANES * plan.key_block))
+    shapes = (count, plan.rows, depth), (QUERY_COLUMNS, PLANES * plan.key_block)
+    initial = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
     # A number of steps that the compiler does not know, as layers are never negative: unrolled, this spills.
     shifts, product = lax.fori_loop(layer >> 31, jnp.int32(plan.dim // depth), absorb, initial)
     top = jnp.max(jnp.abs(product), axis=1) + TINY
@@ -575,13 +578,16 @@ def _prepare(layer_ref, q_ref, decode_ref, mu_ref, *refs, plan: _Plan, here, thi
     else:
         offsets = [round(2 * codec.IMPLIED_OFFSET) * x for x in weights]
         constant, sigma = 0.5 * total((*offsets[:3], offsets[3] + flipped)), jnp.zeros_like(unit)
+    column = _iota(QUERY_COLUMNS)
+    bucket, local = third * count + _div(column, plan.rows), _rem(column, plan.rows)
     inside = None if exists is None else bucket < plan.buckets
-    for j, number in enumerate(_Numbers(unit, constant, sigma, jnp.sum(shifts, axis=1))):
+    shift = jnp.sum(shifts, axis=2).reshape(QUERY_COLUMNS)
+    for j, number in enumerate(_Numbers(unit, constant, sigma, shift)):
         plgpu.store(_at(numbers_ref, batch, index, bucket, j, local), number, mask=inside)
     at = _at(queries_ref, batch, index, bucket[:, None], local[:, None], _iota(PLANES * plan.key_block)[None, :])
     # With the bias and the flip, the two bytes of a word are the low and the high one of `_split_bytes`.
     words = (fixed ^ BYTES_BIAS).astype(jnp.int16)
-    plgpu.store(at, words, mask=None if exists is None else jnp.broadcast_to(exists, words.shape))
+    plgpu.store(at, words, mask=None if inside is None else jnp.broadcast_to(inside[:, None], words.shape))
 
 
 def _attend_plain(
@@ -608,7 +614,7 @@ def _attend_plain(
             return _dot(plan, a.astype(jnp.float32), b.astype(jnp.float32), contract=(1, contract))
         return lax.dot_general(a, b, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32)
 
-    def absorb(state, key_ref, value_ref, lead, place, position, usable):
+    def absorb(state, key_ref, value_ref, lead, place, position, usable, seen):
         maximum, total, output = state
         keys, values = (
             loaded(_load(ref, *lead, place[:, None], head, d[None, :], mask=_both(usable[:, None], known)))
@@ -617,10 +623,8 @@ def _attend_plain(
         logits = product(query, keys, 1) * plan.logit_scale
         if plan.spec.softcap is not None:
             logits = plan.spec.softcap * LOG2E * jnp.tanh(logits)
-        j = position[None, :]
-        seen = usable[None, :] & (j <= t) & ((j < sink) | (j >= end))
         if plan.windowed:
-            seen &= j > t - window_ref[0]
+            seen &= position[None, :] > t - window_ref[0]
         logits = jnp.where(seen, logits, MASKED)
         top = jnp.maximum(maximum, jnp.max(logits, axis=1))
         rescale = _exp2(plan, maximum - top)
@@ -634,13 +638,16 @@ def _attend_plain(
     def sinks(i, state):
         place = i * PLAIN_TILE + _iota(PLAIN_TILE)
         usable = place < jnp.minimum(start, sink)
-        return absorb(state, sink_k_ref, sink_v_ref, (layer, batch), jnp.minimum(place, sink - 1), place, usable)
+        return absorb(state, sink_k_ref, sink_v_ref, (layer, batch), place, place, usable, usable[None, :])
+
+    turn = _rem(start, ring)  # places from here on hold tokens of the turn before
 
     def recents(i, state):
         place = i * PLAIN_TILE + _iota(PLAIN_TILE)
-        held = start - 1 - _rem(start - 1 - place + ring, ring)
+        held = start - turn + place - jnp.where(place < turn, 0, ring)
         usable = (place < ring) & (held >= sink)
-        return absorb(state, recent_k_ref, recent_v_ref, (layer, batch), jnp.minimum(place, ring - 1), held, usable)
+        seen = usable[None, :] & (held[None, :] >= end)
+        return absorb(state, recent_k_ref, recent_v_ref, (layer, batch), place, held, usable, seen)
 
     zero = jnp.zeros((size,), jnp.float32)
     state = (zero + MASKED, zero, jnp.zeros((size, plan.dim), jnp.float32))
@@ -651,8 +658,9 @@ def _attend_plain(
         if sink:
             state = over(state, jnp.zeros_like(start), jnp.minimum(start, sink), sinks)
         place = _iota(MAX_TOKENS)
-        new = jnp.minimum(place, plan.tokens - 1)
-        state = absorb(state, k_ref, v_ref, (batch,), new, start + place, place < count)
+        usable, j = place < count, (start + place)[None, :]
+        seen = usable[None, :] & (j <= t) & ((j < sink) | (j >= end))
+        state = absorb(state, k_ref, v_ref, (batch,), place, start + place, usable, seen)
     maximum, total, output = state
     split = split + plan.plain_splits - plan.ring_splits if recent else split
     real = None if size == plan.rows else local < plan.rows
