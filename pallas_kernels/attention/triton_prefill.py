@@ -553,11 +553,11 @@ def _widen(plan: _Plan, packed: jax.Array, scale, offset, *, axis: int) -> jax.A
         planes = [x * numbers[0] + (0 if offset is None else numbers[1]) for x in centred]
     else:
         low, high = (
-            _assembly(f"prmt.b32 $0, $2, 0, {a:#x}; prmt.b32 $1, $2, 0, {b:#x};", jnp.int16, packed)
+            _assembly(f"prmt.b32 $0, $2, 0, {a:#x}; prmt.b32 $1, $2, 0, {b:#x};", 4, jnp.int16, packed)
             for a, b in ((0x4140, 0x4342), (0x1404, 0x3424))
         )  # a byte in the low or high half of 16 bits
         planes = [
-            _assembly(_widening(i, offset is not None), jnp.float16, low if i else high, *numbers)
+            _assembly(_widening(i, offset is not None), 2, jnp.float16, low if i else high, *numbers)
             for i in range(PLANES)
         ]
     m, n = packed.shape
@@ -568,18 +568,22 @@ def _widen(plan: _Plan, packed: jax.Array, scale, offset, *, axis: int) -> jax.A
     return stacked.transpose(0, 3, 2, 1).reshape(m, PLANES * n)
 
 
-def _assembly(text: str, dtype, packed: jax.Array, *numbers: jax.Array) -> jax.Array:
-    """PTX on four elements at a time, bytes or 16 bits each; the result, of 16 bits, is in registers 0 and 1."""
-    words = packed.dtype.itemsize + 2 * len(numbers)
+def _assembly(text: str, pack: int, dtype, *args: jax.Array) -> jax.Array:
+    """PTX on `pack` elements of each of `args` at a time, in 32-bit registers; the result has 16 bits an element.
+
+    What `jnp.stack` takes needs `pack=2`: XLA's Triton (jax 0.11.2 and 0.12; PyPI's 3.6 does not) interleaves results
+    of `pack=4` two elements at a time under a layout that says one, which swaps elements between planes.
+    """
+    registers = [pack * x.dtype.itemsize // 4 for x in args]
     [y] = plgpu.elementwise_inline_asm(
-        f"{{ {text} }}", args=[packed, *numbers], constraints=",".join(["=&r"] * 2 + ["r"] * words), pack=4,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(packed.shape, dtype)],
+        f"{{ {text} }}", args=args, constraints=",".join(["=&r"] * (pack // 2) + ["r"] * sum(registers)), pack=pack,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, dtype)],
     )  # fmt: skip
     return y
 
 
 def _widening(plane: int, with_offset: bool) -> str:
-    """PTX from four bytes, spread to 16 bits, to fp16 fields of one plane times the scale.
+    """PTX from two bytes, spread to 16 bits, to fp16 fields of one plane times the scale.
 
     A field of a byte, put into the fraction of an fp16 number of a fixed exponent by one logic operation, is
     `base + step c`; one fused multiply-add makes it c, or `c - 1.5`, exactly. Fields 1 to 3 lie in the low byte under
@@ -589,14 +593,12 @@ def _widening(plane: int, with_offset: bool) -> str:
         (0x0300, 0x3C00, 1.0, 0.25) if plane == 0 else (3 << 2 * plane, 0x6400, 1024.0, 4.0**plane)
     )
     centre = 0.0 if with_offset else codec.IMPLIED_OFFSET
-    lines = [".reg .b32 f, c;", f"mov.b32 f, {_twice(1 / step)};", f"mov.b32 c, {_twice(centre - base / step)};"]
-    for y, x, scale, offset in (("$0", "$2", "$4", "$6"), ("$1", "$3", "$5", "$7")):
-        lines += [
-            f"lop3.b32 {y}, {x}, {field * 0x10001:#x}, {magic * 0x10001:#x}, 0xea;",  # (a & b) | c
-            f"fma.rn.f16x2 {y}, {y}, f, c;",
-            f"fma.rn.f16x2 {y}, {y}, {scale}, {offset};" if with_offset else f"mul.rn.f16x2 {y}, {y}, {scale};",
-        ]
-    return " ".join(lines)
+    return " ".join([
+        ".reg .b32 f, c;", f"mov.b32 f, {_twice(1 / step)};", f"mov.b32 c, {_twice(centre - base / step)};",
+        f"lop3.b32 $0, $1, {field * 0x10001:#x}, {magic * 0x10001:#x}, 0xea;",  # (a & b) | c
+        "fma.rn.f16x2 $0, $0, f, c;",
+        "fma.rn.f16x2 $0, $0, $2, $3;" if with_offset else "mul.rn.f16x2 $0, $0, $2;",
+    ])  # fmt: skip
 
 
 def _twice(x: float) -> str:
