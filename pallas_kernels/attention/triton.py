@@ -181,7 +181,7 @@ def attend(
         (batch, heads, plan.query_blocks + plan.plain_splits),
         [
             *partial(plan.plain_splits, plan.dim),
-            ((batch, heads, plan.buckets, plan.rows, PLANES * plan.key_block), jnp.int16),
+            ((batch, heads, plan.buckets, 2 * plan.rows, PLANES * plan.key_block), jnp.int8),
             ((batch, heads, plan.buckets, len(_Numbers._fields), plan.rows), jnp.float32),
         ],
         (*lengths, q, k, v, *jax.tree.leaves(plain), decode, codes.key.mu, *_turns(codes, tiers, plan)),
@@ -194,7 +194,7 @@ def attend(
         (batch, heads, plan.splits),
         partial(plan.splits, PLANES * plan.value_block),
         (
-            *lengths, page_indices.astype(jnp.int32), lax.bitcast_convert_type(queries, jnp.int8), numbers,
+            *lengths, page_indices.astype(jnp.int32), queries, numbers,
             history.key.slots, history.key.scale, history.value.slots, history.value.scale, *offsets,
         ),
         warps=1,
@@ -584,10 +584,12 @@ def _prepare(layer_ref, q_ref, decode_ref, mu_ref, *refs, plan: _Plan, here, thi
     shift = jnp.sum(shifts, axis=2).reshape(QUERY_COLUMNS)
     for j, number in enumerate(_Numbers(unit, constant, sigma, shift)):
         plgpu.store(_at(numbers_ref, batch, index, bucket, j, local), number, mask=inside)
-    at = _at(queries_ref, batch, index, bucket[:, None], local[:, None], _iota(PLANES * plan.key_block)[None, :])
-    # With the bias and the flip, the two bytes of a word are the low and the high one of `_split_bytes`.
-    words = (fixed ^ BYTES_BIAS).astype(jnp.int16)
-    plgpu.store(at, words, mask=None if inside is None else jnp.broadcast_to(inside[:, None], words.shape))
+    # With the bias and the flip, the two bytes are the low and the high one of `_split_bytes`.
+    words, slot = fixed ^ BYTES_BIAS, _iota(PLANES * plan.key_block)[None, :]
+    for j in range(2):
+        at = _at(queries_ref, batch, index, bucket[:, None], 2 * local[:, None] + j, slot)
+        mask = None if inside is None else jnp.broadcast_to(inside[:, None], words.shape)
+        plgpu.store(at, (words >> 8 * j).astype(jnp.int8), mask=mask)
 
 
 def _attend_plain(
@@ -834,9 +836,7 @@ def _attend_history(
     def run(state: _State, bucket, begin, end) -> _State:
         """Absorbs tiles `begin` to `end` of one bucket: whole ones first, then those at the edges."""
         size = plan.key_block
-        column = _iota(2 * plan.rows)[:, None]
-        at = (batch, index, bucket, _div(column, 2))
-        query = [_load(queries_ref, *at, (i * size + _iota(size))[None, :], _rem(column, 2)) for i in range(PLANES)]
+        query = [plgpu.load(queries_ref.at[batch, index, bucket, :, pl.ds(size * i, size)]) for i in range(PLANES)]
         numbers = _Numbers(
             *(plgpu.load(numbers_ref.at[batch, index, bucket, jnp.int32(j), :]) for j in range(len(_Numbers._fields)))
         )
