@@ -123,7 +123,7 @@ def quotient(a: jax.Array, b: jax.Array | float) -> jax.Array:
     return a / jnp.where(jnp.isnan(a), 1, b).astype(a.dtype)
 
 
-def _rounded(product: jax.Array) -> jax.Array:
+def rounded(product: jax.Array) -> jax.Array:
     # An identity on every finite number that compilers cannot see through: without it the product may be fused into the
     # addition that follows (one rounding instead of two), and implementations would differ.
     limit = float(jnp.finfo(product.dtype).max)
@@ -171,13 +171,13 @@ def _quantize_levels(code: TransformCode, y: jax.Array, finite: jax.Array) -> tu
     if code.metric is None:
         index = nearest(y * (1 / sigma) * inverse_delta, half)
         level = jnp.where(kept, delta * (index + 0.5), 0)
-        weighted = _rounded(jnp.asarray(code.weight, y.dtype) * level)
-        dot, norm = pairwise_sum(_rounded(weighted * y)), pairwise_sum(_rounded(weighted * level))
+        weighted = rounded(jnp.asarray(code.weight, y.dtype) * level)
+        dot, norm = pairwise_sum(rounded(weighted * y)), pairwise_sum(rounded(weighted * level))
     else:
         index = _feedback_levels(code, y, sigma[..., 0], nearest, half, kept)
         level = jnp.where(kept, delta * (index + 0.5), 0)
         weighted = _metric_product(code, level)
-        dot, norm = pairwise_sum(_rounded(weighted * y)), pairwise_sum(_rounded(weighted * level))
+        dot, norm = pairwise_sum(rounded(weighted * y)), pairwise_sum(rounded(weighted * level))
     scale = jnp.asarray(code.gain, y.dtype) * dot / jnp.where(norm > 0, norm, 1)
     return (index + half).astype(jnp.int32), scale, finite
 

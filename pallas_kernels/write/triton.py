@@ -6,8 +6,8 @@ by M, quantizes, splits into slots, packs, and stores slots, scale and offset in
 plain elements in, N / 4 and two or four out; M is read once a tile. A program without a row to store ends at once, so
 one launch over all layers costs little where few sequences demote.
 
-Numbers are those of `pallas_kernels.codec`: the product in three TF32 parts is as accurate as fp32; from the same y,
-slots and scale are bit-equal, because sums have the same order, products are rounded before they are added, and
+Numbers are those of `pallas_kernels.codec`: the product in three bfloat16 parts is as accurate as fp32; from the same
+y, slots and scale are bit-equal, because sums have the same order, products are rounded before they are added, and
 divisions and roots are IEEE's (Triton's own are approximate). Coordinates are not gathered, which the lowering cannot:
 slots of a plane are `levels @ one_hot >> shift & 3`, exact in fp16 because levels are below 64.
 """
@@ -38,7 +38,7 @@ __all__ = ["demote", "demote_ahead", "unavailable", "write"]
 MAX_HEAD_DIM = 256
 DEPTH = 16  # coordinates of x contracted at a time; more spill
 MIN_DIM = 32  # coordinates of a block
-ELEMENTS = 8192  # of y in a program, at most
+ELEMENTS = 4096  # of y in a program, at most: more need registers of which few programs fit a multiprocessor
 MIN_TILE = 16  # rows of the smallest tensor-core product
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -69,8 +69,8 @@ class _Plan:
 
     @property
     def warps(self) -> int:
-        """At most 32 elements of y a thread: more spill."""
-        return 8 if 2 * self.tile * self.dim >= ELEMENTS else 4
+        """At most 16 elements of y a thread by default."""
+        return 8 if self.tile * self.dim >= ELEMENTS else 4
 
     @property
     def byte_block(self) -> int:
@@ -213,7 +213,7 @@ def _launch(
     ):
         _check(pool, code, source)
         plan = _Plan(
-            rows=rows, total=total, tile=tile or _tile(total, width), head_dim=code.head_dim,
+            rows=rows, total=total, tile=tile or _tile(rows, width), head_dim=code.head_dim,
             bytes=code.slots // codec.PLANES, tiers=tiers, bucket=codes.bucket or 0,
             rotary=(codes.rotary.rotary_dim, codes.rotary.pairing == "interleaved") if turn and codes.rotary else None,
             tokens_last=pool.tokens_last, kind=code.kind, clip=code.clip,
@@ -229,8 +229,9 @@ def _launch(
     return History(*sides)
 
 
-def _tile(total: int, width: int) -> int:
-    return min(max(MIN_TILE, ELEMENTS // width), max(MIN_TILE, pl.next_power_of_2(total)))
+def _tile(rows: int, width: int) -> int:
+    """No more than one sequence's: where few sequences demote, the programs of the others end at once."""
+    return max(MIN_TILE, min(ELEMENTS // width, pl.next_power_of_2(rows)))
 
 
 def _call(plan: _Plan, grid: tuple[int, ...], pool: SidePages, inputs: _Inputs) -> SidePages:
@@ -355,7 +356,7 @@ def _transform(plan: _Plan, inputs: _Inputs, places: _Places, layer, head) -> ja
         known = (d < plan.head_dim)[:, None] & (columns < plan.head_dim)[None, :]
         row, column = (jnp.where(known, i, 0) for i in (d[:, None], columns[None, :]))
         matrix = plgpu.load(_at(inputs.code.encode, layer, head, row, column), mask=known, other=0)
-        return y + _dot(plan, x, matrix)
+        return _add_product(y, x, matrix)
 
     zero = jnp.zeros((plan.tile, plan.dim), jnp.float32)
     return lax.fori_loop(jnp.int32(0), jnp.int32(pl.cdiv(plan.head_dim, DEPTH)), absorb, zero)
@@ -370,15 +371,15 @@ def _quantize_levels(plan: _Plan, code: _Code, y: jax.Array, layer, head):
     kept = half > 0
     y = jnp.where(kept[None, :], y, 0.0)
     count = jnp.sum(kept.astype(jnp.int32), dtype=jnp.int32).astype(jnp.float32)
-    mean_square = _divide(plan, _pairwise_sum(jnp.maximum(y * y, 0.0)), count)
+    mean_square = _divide(plan, _pairwise_sum(_product(plan, y, y)), count)
     usable = mean_square <= LARGEST
     sigma = _root(plan, jnp.where(usable, mean_square, 1.0) + codec.SIGMA_EPSILON)
     y = jnp.where(usable[:, None], y, 0.0)
-    z = y * _divide(plan, 1.0, sigma)[:, None] * _divide(plan, 1.0, delta)[None, :]
+    z = y * _reciprocal(plan, sigma)[:, None] * _reciprocal(plan, delta)[None, :]
     index = jnp.clip(jnp.floor(z), -half[None, :], jnp.maximum(half - 1.0, 0.0)[None, :])
     level = jnp.where(kept[None, :], delta[None, :] * (index + 0.5), 0.0)
-    weighted = _rounded(weight[None, :] * level)
-    dot, norm = _pairwise_sum(_rounded(weighted * y)), _pairwise_sum(_rounded(weighted * level))
+    weighted = _product(plan, weight[None, :], level)
+    dot, norm = (_pairwise_sum(_product(plan, weighted, x)) for x in (y, level))
     gain = plgpu.load(code.gain.at[layer, head])
     return index + half[None, :], _divide(plan, gain * dot, jnp.where(norm > 0, norm, 1.0)), None, usable
 
@@ -450,22 +451,47 @@ def _pairwise_sum(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0])
 
 
-def _rounded(product: jax.Array) -> jax.Array:
-    """The product, never fused into the addition that follows; see `codec`."""
-    return jnp.clip(product, -LARGEST, LARGEST)
+def _product(plan: _Plan, a: jax.Array, b: jax.Array) -> jax.Array:
+    """The product, never fused into the addition that follows."""
+    a, b = jnp.broadcast_arrays(a, b)
+    return codec.rounded(a * b) if plan.interpret else _exact("mul", a, b)
 
 
-def _dot(plan: _Plan, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Product of fp32 matrices, as accurate as fp32."""
-    precision = lax.Precision.HIGHEST if plan.interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-    return lax.dot_general(
-        a, b, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )  # fmt: skip
+def _add_product(y: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    """`y + a @ b` of fp32 matrices, as accurate as fp32."""
+    a_parts, b_parts = _parts(a), _parts(b)
+    for i, j in ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0)):  # the others are below fp32's rounding
+        y += lax.dot_general(
+            a_parts[i], b_parts[j], (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
+        )  # fmt: skip
+    return y
+
+
+def _parts(x: jax.Array) -> list[jax.Array]:
+    """Three bfloat16 numbers that sum to x, the largest first."""
+    parts = []
+    for _ in range(3):
+        bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-(1 << 16))
+        part = lax.bitcast_convert_type(bits, jnp.float32)
+        parts.append(part.astype(jnp.bfloat16))
+        x = x - part
+    return parts
 
 
 def _divide(plan: _Plan, a: jax.Array | float, b: jax.Array | float) -> jax.Array:
     a, b = jnp.broadcast_arrays(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32))
     return codec.quotient(a, b) if plan.interpret else _exact("div", a, b)
+
+
+def _reciprocal(plan: _Plan, x: jax.Array) -> jax.Array:
+    """`1 / x` of normal numbers below 2^126, rounded to nearest; without the branch for others that `div.rn` has."""
+    if plan.interpret:
+        return codec.quotient(jnp.ones_like(x), x)
+    return _assembly(
+        "{ .reg .f32 r, e; rcp.approx.ftz.f32 r, $1; neg.f32 e, $1; fma.rn.f32 e, e, r, 0f3F800000; "
+        "fma.rn.f32 $0, r, e, r; }",
+        x,
+    )
 
 
 def _root(plan: _Plan, x: jax.Array) -> jax.Array:
@@ -476,8 +502,12 @@ def _root(plan: _Plan, x: jax.Array) -> jax.Array:
 def _exact(operation: str, *args: jax.Array) -> jax.Array:
     """An fp32 instruction that rounds to nearest, on each element."""
     operands = ", ".join(f"${i}" for i in range(len(args) + 1))
+    return _assembly(f"{operation}.rn.f32 {operands};", *args)
+
+
+def _assembly(code: str, *args: jax.Array) -> jax.Array:
     [y] = plgpu.elementwise_inline_asm(
-        f"{operation}.rn.f32 {operands};", args=args, constraints=",".join(["=f", *"f" * len(args)]), pack=1,
+        code, args=args, constraints=",".join(["=f", *"f" * len(args)]), pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, jnp.float32)],
     )  # fmt: skip
     return y
