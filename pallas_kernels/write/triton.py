@@ -113,12 +113,11 @@ class _Inputs(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """Of each row of a tile `[tile]`: sequence, row within it, position, page, and whether it is stored."""
+    """Of each row of a tile `[tile]`: sequence, row within it, position, and whether it is stored."""
 
     sequence: jax.Array
     index: jax.Array
     position: jax.Array
-    page: jax.Array
     valid: jax.Array
 
 
@@ -270,10 +269,11 @@ def _write_rows(pools, inputs: _Inputs, *outputs, plan: _Plan):
     del pools  # the outputs are the same memory
     slots_ref, scale_ref, *offset_refs = outputs
     head, layer = pl.program_id(1), inputs.layer[0] + pl.program_id(2)
-    places = _places(plan, inputs, slots_ref.shape[1])
+    places = _places(plan, inputs)
 
     @pl.when(jnp.max(places.valid.astype(jnp.int32)) > 0)
     def _():
+        page, there = _pages(plan, inputs, places, slots_ref.shape[1])
         y = _transform(plan, inputs, places, layer, head)
         finite = jnp.sum((jnp.abs(y) <= LARGEST).astype(jnp.int32), axis=1, dtype=jnp.int32) == plan.dim
         y = jnp.where(finite[:, None], y, 0.0)
@@ -284,18 +284,18 @@ def _write_rows(pools, inputs: _Inputs, *outputs, plan: _Plan):
         byte = _iota(plan.byte_block)
         place = _rem(places.position - plan.tiers.sink, plan.tiers.page)
         if plan.tokens_last:
-            at = _at(slots_ref, layer, places.page[None, :], head, byte[:, None], place[None, :])
-            plgpu.store(at, packed.T, mask=(byte < plan.bytes)[:, None] & places.valid[None, :])
+            at = _at(slots_ref, layer, page[None, :], head, byte[:, None], place[None, :])
+            plgpu.store(at, packed.T, mask=(byte < plan.bytes)[:, None] & there[None, :])
         else:
-            at = _at(slots_ref, layer, places.page[:, None], head, place[:, None], byte[None, :])
-            plgpu.store(at, packed, mask=places.valid[:, None] & (byte < plan.bytes)[None, :])
+            at = _at(slots_ref, layer, page[:, None], head, place[:, None], byte[None, :])
+            plgpu.store(at, packed, mask=there[:, None] & (byte < plan.bytes)[None, :])
         for ref, x in zip((scale_ref, *offset_refs), (scale, offset), strict=False):
             x = jnp.where(finite, jnp.clip(x, -codec.SCALE_LIMIT, codec.SCALE_LIMIT), jnp.nan)
-            at = _at(ref, layer, places.page, head, place)
-            plgpu.store(at, stored(x.astype(plan.scale_dtype)), mask=places.valid)
+            at = _at(ref, layer, page, head, place)
+            plgpu.store(at, stored(x.astype(plan.scale_dtype)), mask=there)
 
 
-def _places(plan: _Plan, inputs: _Inputs, pool: int) -> _Places:
+def _places(plan: _Plan, inputs: _Inputs) -> _Places:
     rows, sink = inputs.rows, plan.tiers.sink
     flat = pl.program_id(0) * plan.tile + _iota(plan.tile)
     inside = flat < plan.total
@@ -309,12 +309,17 @@ def _places(plan: _Plan, inputs: _Inputs, pool: int) -> _Places:
         position = begin + index
         valid = inside & (position < end)
     # A position past the page table has no page: it is dropped, never folded onto a live one.
-    entry = _div(jnp.where(valid, position - sink, 0), plan.tiers.page)
-    valid = valid & (entry < inputs.table.shape[1])
-    page = plgpu.load(inputs.table.at[sequence, jnp.where(valid, entry, 0)])
-    valid = valid & (page >= 0) & (page < pool)
+    valid = valid & (position < sink + inputs.table.shape[1] * plan.tiers.page)
+    return _Places(sequence, index, jnp.where(valid, position, sink), valid)
+
+
+def _pages(plan: _Plan, inputs: _Inputs, places: _Places, pool: int) -> tuple[jax.Array, jax.Array]:
+    """Page of each row `[tile]`, and whether it is there."""
+    entry = _div(places.position - plan.tiers.sink, plan.tiers.page)
+    page = plgpu.load(inputs.table.at[places.sequence, entry])
+    there = places.valid & (page >= 0) & (page < pool)
     # What is masked must not name a live place: the interpreter writes there what it read.
-    return _Places(sequence, index, jnp.where(valid, position, sink), jnp.where(valid, page, pool), valid)
+    return jnp.where(there, page, pool), there
 
 
 def _transform(plan: _Plan, inputs: _Inputs, places: _Places, layer, head) -> jax.Array:
