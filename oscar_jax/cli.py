@@ -224,6 +224,14 @@ def _add_inspect(commands: Any) -> None:
     _add_json(inspect)
 
 
+def _add_implementation(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--implementation",
+        metavar="NAME",
+        help="of attention and writes, as doctor lists them (default: the best here)",
+    )
+
+
 def _add_generate(commands: Any) -> None:
     generate = commands.add_parser("generate", help="continue a prompt, with a 2-bit cache or the plain one")
     _add_model(generate)
@@ -245,6 +253,7 @@ def _add_generate(commands: Any) -> None:
     generate.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end at this text; may be repeated"
     )
+    _add_implementation(generate)
     _add_tiers(generate)
     _add_json(generate)
 
@@ -275,6 +284,10 @@ def _add_evaluate(commands: Any) -> None:
     evaluate.add_argument(
         "--sequence", type=_positive, default=2048, metavar="N", help="tokens a window (default: %(default)s)"
     )
+    evaluate.add_argument(
+        "--chunk", type=_positive, default=256, metavar="N", help="tokens of a call (default: %(default)s)"
+    )
+    _add_implementation(evaluate)
     _add_tiers(evaluate)
     evaluate.add_argument("--max-position", type=_positive, metavar="N", help="default: the model's context")
     _add_json(evaluate)

@@ -59,6 +59,8 @@ def score(
     windows: np.ndarray,
     *,
     tiers: Tiers,
+    implementation: str | None = None,
+    chunk: int = CHUNK,
     progress: bool = True,
 ) -> dict[str, Scores]:
     """Runs the baseline and every arm over the same windows, chunk by chunk side by side.
@@ -66,6 +68,8 @@ def score(
     Args:
         arms: transform codes by arm.
         windows: int `[windows, tokens]`; each is one sequence from position 0.
+        implementation: of the arms' attention and writes; None is the best one here.
+        chunk: tokens of a call; up to 16 are a decode step of several tokens to the GPU kernels.
 
     Returns:
         Scores by arm, the baseline first; positions `sink + recent + SETTLED` to the last but one.
@@ -89,17 +93,20 @@ def score(
     steps = {}
     for name, code in codes.items():
         windows_of = plain if code is None else tiers
-        config = cache_config(model.config, max_length=length, tiers=windows_of, plain_dtype=PLAIN_DTYPE, batch=batch)
+        config = cache_config(
+            model.config, max_length=length, tiers=windows_of, plain_dtype=PLAIN_DTYPE, batch=batch,
+            implementation=None if code is None else implementation,
+        )  # fmt: skip
         steps[name] = make_step(model.decoder, config, code)
     caches = {name: step.init() for name, step in steps.items()}
     targets = np.concatenate([windows[:, 1:], np.zeros((batch, 1), windows.dtype)], axis=1)
     found: dict[str, list[tuple[np.ndarray, ...]]] = {name: [] for name in codes}
-    for start in tqdm(range(0, length, CHUNK), desc="evaluating", unit="chunk", disable=not progress, file=sys.stderr):
-        tokens, counts = _padded(windows[:, start : start + CHUNK])
+    for start in tqdm(range(0, length, chunk), desc="evaluating", unit="chunk", disable=not progress, file=sys.stderr):
+        tokens, counts = _padded(windows[:, start : start + chunk], chunk)
         reference = None
         for name in codes:
             hidden, caches[name] = steps[name](caches[name], tokens, counts, output="hidden")
-            begin, end = max(first, start) - start, min(length - 1, start + CHUNK) - start
+            begin, end = max(first, start) - start, min(length - 1, start + chunk) - start
             if begin >= end:
                 continue
             kept = jnp.asarray(targets[:, start + begin : start + end])
@@ -114,9 +121,9 @@ def score(
     return scores
 
 
-def _padded(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _padded(tokens: np.ndarray, chunk: int) -> tuple[np.ndarray, np.ndarray]:
     batch, count = tokens.shape
-    return np.pad(tokens, ((0, 0), (0, CHUNK - count))), np.full(batch, count, np.int32)
+    return np.pad(tokens, ((0, 0), (0, chunk - count))), np.full(batch, count, np.int32)
 
 
 @jax.jit
@@ -166,12 +173,15 @@ def evaluate(
     *,
     sequence: int,
     tiers: Tiers,
+    implementation: str | None = None,
+    chunk: int = CHUNK,
     progress: bool = True,
 ) -> dict[str, Any]:
     """Scores whole windows of a text and reports them, with what is needed to repeat the measurement.
 
     Args:
         sequence: tokens a window; a rest shorter than a window is left out.
+        implementation, chunk: as for `score`.
 
     Raises:
         ValueError: a text shorter than one window.
@@ -183,7 +193,7 @@ def evaluate(
         )
     windows = text.tokens[: count * sequence].reshape(count, sequence)
     begin = time.perf_counter()
-    scores = score(model, arms, windows, tiers=tiers, progress=progress)
+    scores = score(model, arms, windows, tiers=tiers, implementation=implementation, chunk=chunk, progress=progress)
     first = tiers.sink + tiers.recent + SETTLED
     return {
         "arms": summarize(scores, first=first),
@@ -194,6 +204,8 @@ def evaluate(
         "windows": count,
         "tokens": count * sequence,
         "sequence": sequence,
+        "implementation": implementation,
+        "chunk": chunk,
         "positions": [first, sequence - 2],
         **dataclasses.asdict(tiers),
         "versions": artifact.package_versions(),
@@ -248,7 +260,9 @@ def run(args: argparse.Namespace) -> int:
         calibration = {"text": source.description, "text_sha256": source.sha256, "tokens": len(source.tokens)}
     if not arms:
         raise ValueError("nothing to evaluate: give --recipes, such as oscar-reference,default, or --artifact.")
-    report = evaluate(model, arms, text, sequence=args.sequence, tiers=tiers)
+    report = evaluate(
+        model, arms, text, sequence=args.sequence, tiers=tiers, implementation=args.implementation, chunk=args.chunk
+    )
     report["calibration"] = calibration
     print(table(report["arms"]), file=sys.stderr if args.json else sys.stdout)
     if args.json:

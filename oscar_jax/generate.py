@@ -79,6 +79,7 @@ def stream(
     stop: Sequence[str] = (),
     chat: bool | None = None,
     max_position: int | None = None,
+    implementation: str | None = None,
     checked: bool = False,
     progress: bool = False,
 ) -> Generation:
@@ -95,6 +96,7 @@ def stream(
         stop: texts that end it, beside the model's own stop tokens.
         chat: put a text into the model's chat template; None does if there is one.
         max_position: positions that the codes' statistics cover (the artifact's manifest has it).
+        implementation: of a 2-bit cache's attention and writes; None is the best one here.
         checked: verify the cache after every step, slowly.
         progress: a bar on stderr for a long prompt.
 
@@ -125,8 +127,10 @@ def stream(
     tiers = Tiers() if tiers is None else tiers
     length = -(-total // tiers.page) * tiers.page  # few different lengths, few compilations
     if codes is None:
-        tiers = dataclasses.replace(tiers, sink=0, recent=length)
-    config = cache_config(model.config, max_length=length, tiers=tiers, plain_dtype=plain_dtype)
+        tiers, implementation = dataclasses.replace(tiers, sink=0, recent=length), None
+    config = cache_config(
+        model.config, max_length=length, tiers=tiers, plain_dtype=plain_dtype, implementation=implementation
+    )
     session = Session(make_step(model.decoder, config, codes, checked=checked))
     text = TextStream(model.tokenizer, stop=stop, context=tokens[-CONTEXT_TOKENS:])
     return Generation(
@@ -290,6 +294,7 @@ def run(args: argparse.Namespace) -> int:
         stop=args.stop,
         chat=args.chat,
         max_position=None if manifest is None else manifest.max_position,
+        implementation=args.implementation,
         progress=sys.stderr.isatty(),
     )
     for piece in pieces:
