@@ -129,8 +129,8 @@ def implementations() -> list[Implementation]:
 
     return [
         Implementation("xla", jax_side("xla_operations")),
-        # Queries of fp32 become 16-bit fixed point against the largest of a row (`pallas_kernels.attention.triton`).
-        Implementation("pallas-triton", jax_side("pallas_operations", "triton"), fp32="float16"),
+        # Transforms queries in fp16 and reads slots with 16-bit fixed point, whatever the windows' dtype.
+        Implementation("pallas-triton", jax_side("pallas_operations", "triton"), fp32="bfloat16"),
         Implementation("pallas-tpu", jax_side("pallas_operations", "tpu"), fp32="bfloat16"),
         Implementation("torch", torch_side("eager_operations")),
         Implementation("triton", torch_side("triton_operations")),

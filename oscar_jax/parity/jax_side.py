@@ -73,8 +73,8 @@ def packing(case: Case) -> Outputs:
 
 def encode_and_decode(case: Case) -> Outputs:
     code = TransformCode.from_arrays(part(case.inputs, "code"), **case.meta["code"])
-    exact = _rows(jax.jit(codec.quantize)(code, case.expected["y"]))
-    rows = _rows(jax.jit(codec.encode)(code, case.inputs["x"]))
+    exact = _rows(_compiled(codec.quantize)(code, case.expected["y"]))
+    rows = _rows(_compiled(codec.encode)(code, case.inputs["x"]))
     offset = case.expected.get("offset")
     stored_rows = codec.Encoded(
         jnp.asarray(case.expected["slots"]),
@@ -82,25 +82,23 @@ def encode_and_decode(case: Case) -> Outputs:
         None if offset is None else jnp.asarray(offset),
     )
     return {f"y.{name}": x for name, x in exact.items()} | rows | {
-        "x_hat": np.asarray(jax.jit(codec.decode)(code, stored_rows))
+        "x_hat": np.asarray(_compiled(codec.decode)(code, stored_rows))
     }  # fmt: skip
 
 
 def rotations(case: Case) -> Outputs:
     target = case.inputs["target"]
     dim = target.shape[-1]
+    sizes = [int(name.removeprefix("mixer")) for name in case.expected if name.startswith("mixer")]
+
+    def found(target: jax.Array) -> dict[str, jax.Array]:
+        mixers = {f"mixer{n}": linalg.mixer(jnp.zeros(n, int), jnp.full(n, n)) for n in sizes}
+        values = linalg.eigh(target, descending=False)[0]
+        return {"eigenvalues": values, "rotation": linalg.reference_rotation(target)} | mixers
+
     with jax.enable_x64(True):
-        found = {
-            "eigenvalues": linalg.eigh(jnp.asarray(target), descending=False)[0],
-            "rotation": linalg.reference_rotation(jnp.asarray(target)),
-            "hadamard": linalg.hadamard(dim),
-            "bit_reversal": linalg.bit_reversal(dim),
-        }
-        for name in case.expected:
-            if name.startswith("mixer"):
-                size = int(name.removeprefix("mixer"))
-                found[name] = linalg.mixer(jnp.zeros(size, int), jnp.full(size, size))
-        return {name: np.asarray(x) for name, x in found.items()}
+        outputs = {name: np.asarray(x) for name, x in _compiled(found)(jnp.asarray(target)).items()}
+    return outputs | {"hadamard": linalg.hadamard(dim), "bit_reversal": linalg.bit_reversal(dim)}
 
 
 def demotion(case: Case, *, write: Callable, tokens_last: bool = False) -> Outputs:
