@@ -258,6 +258,21 @@ def instructions(code: str) -> int:
     return len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.MULTILINE))
 
 
+def spills_in_loops(code: str) -> int:
+    """Loads and stores of spilled registers inside innermost loops of disassembled code, where they cost each time."""
+    lines, labels, loops = [], {}, []
+    for line in code.splitlines():
+        if label := re.match(r"(\.L\w+):", line):
+            labels[label[1]] = len(lines)
+        elif re.match(r"\s+/\*[0-9a-f]{4,}\*/", line):
+            lines.append(line)
+            target = re.search(r"\bBRA\b.*`\((\.L\w+)\)", line)
+            if target and target[1] in labels:  # backwards
+                loops.append((labels[target[1]], len(lines)))
+    innermost = [(a, b) for a, b in loops if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in loops)]
+    return sum(bool(re.search(r"\b(LDL|STL)\b", line)) for a, b in innermost for line in lines[a:b])
+
+
 # Operations: a shape of their benchmark, lowered from shapes alone. `sharding` as in `lower`.
 
 

@@ -79,6 +79,28 @@ def test_a_crowded_kernel_spills():
     assert usage.resident_warps <= 8
 
 
+NESTED = """
+.L_x_0:
+        /*0000*/                   STL [R1], R2 ;
+.L_x_1:
+        /*0010*/                   LDL R2, [R1] ;
+        /*0020*/                   FADD R2, R2, R3 ;
+        /*0030*/              @P0  STL [R1+0x4], R2 ;
+        /*0040*/              @P0  BRA `(.L_x_1) ;
+        /*0050*/                   LDL R2, [R1] ;
+        /*0060*/              @P1  BRA `(.L_x_0) ;
+        /*0070*/                   BRA `(.L_x_2) ;
+.L_x_2:
+        /*0080*/                   LDL R4, [R1] ;
+        /*0090*/                   EXIT ;
+"""
+
+
+def test_spills_count_in_innermost_loops_only():
+    assert sm90.spills_in_loops(NESTED) == 2
+    assert sm90.spills_in_loops(NESTED.replace("LDL", "LDS").replace("STL", "STS")) == 0
+
+
 def test_shapes_are_read_from_their_first_fields():
     kind, main = sm90.shapes("decode")
     assert sm90.shape_of(kind, "16,65536") == main[0]
@@ -87,7 +109,16 @@ def test_shapes_are_read_from_their_first_fields():
         sm90.shape_of(kind, "1,8,2,1,64,2,default,64,9")
 
 
+# Their registers are full: what they keep beside their loops may go to memory once a program, nothing inside a loop.
+FULL = {"oscar_prefill", "oscar_attend_history"}
+
+
 @pytest.mark.parametrize(("operation", "shape"), MAIN)
 def test_kernels_of_the_main_shapes_do_not_spill(operation, shape):
     usages = [sm90.compiled(kernel) for kernel in sm90.kernels(sm90.OPERATIONS[operation](shape))]
-    assert {usage.kernel.name: usage.spills for usage in usages if usage.spills} == {}
+    rows = {"decode": lambda: shape.q_heads // shape.kv_heads * shape.q_len, "prefill": lambda: 64, "write": lambda: 0}
+    full = FULL if rows[operation]() > 4 else set()
+    assert {usage.kernel.name: usage.spills for usage in usages if usage.spills and usage.kernel.name not in full} == {}
+    for usage in usages:
+        assert usage.spills < 256
+        assert sm90.spills_in_loops(sm90.sass(usage)) == 0, usage.kernel.name
