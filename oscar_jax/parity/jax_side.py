@@ -61,7 +61,10 @@ def pallas_operations(backend: str) -> dict[str, Operation]:
             continue
         kernel = functools.partial(getattr(module, function), interpret=interpret)
         keyword = "kernel" if operation == "attention" else "write"
-        operations[operation] = functools.partial(build, **{keyword: kernel, "tokens_last": backend == "triton"})
+        options: dict[str, Any] = {keyword: kernel, "tokens_last": backend == "triton"}
+        if operation == "attention":
+            options["interpret"] = interpret
+        operations[operation] = functools.partial(build, **options)
     if not operations:
         raise NotImplementedError(f"the {backend} kernels are not part of this version")
     return operations
@@ -128,8 +131,10 @@ def demotion(case: Case, *, write: Callable, tokens_last: bool = False) -> Outpu
     return _page_arrays(history)
 
 
-def attend(case: Case, *, kernel: Callable, tokens_last: bool = False) -> Outputs:
+def attend(case: Case, *, kernel: Callable, tokens_last: bool = False, interpret: bool = False) -> Outputs:
     meta, arrays = case.meta, case.inputs
+    if interpret and not meta["tiers"][0]:
+        raise NotImplementedError("Pallas' interpreter takes no array without elements, and there are no sinks")
     codes, tiers = _codes(case), Tiers(*meta["tiers"])
     key, value = (_pages(case, side) for side in ("key", "value"))
     history = History(key, value.laid_out(tokens_last=tokens_last))

@@ -2,9 +2,9 @@
 
 Grouped heads: the R = G T query rows of a KV head (G heads, T tokens) share a program, so every stored byte is read
 once. Split-KV: a program reads `span` tokens and leaves an unnormalised output with its maximum and sum. Slots are
-never scaled one by one: `q . x_hat = scale (q' . c) + offset sum(q') + q . mu` with `q' = E q_B`, one q' a bucket, and
-scales of values are folded into the probabilities; plane i of a byte is quarter i of the row, so a tile needs four
-products and no shuffle. `E` maps the merged accumulator back once.
+never scaled one by one: `q . x_hat = scale (q' . (c - 1.5)) + (offset + 1.5 scale) sum(q') + q . mu` with `q' = E q_B`,
+one q' a bucket, and scales of values are folded into the probabilities; plane i of a byte is quarter i of the row, so a
+tile needs four products and no shuffle. `E` maps the merged accumulator back once.
 
 Bytes read per token and KV head: `(N_k + N_v) / 4`, and 2 for each scale and offset.
 """
@@ -42,8 +42,9 @@ def _cap(logits, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _plane(byte, i: tl.constexpr, dtype: tl.constexpr):
+    """Slots of plane i less 1.5, exact in every float dtype: centred, the products cancel nothing."""
     # By way of int32: uint8 to a 16-bit float has no instruction of its own.
-    return ((byte.to(tl.int32) >> (2 * i)) & 3).to(tl.float32).to(dtype)
+    return (((byte.to(tl.int32) >> (2 * i)) & 3).to(tl.float32) + IMPLIED_OFFSET).to(dtype)
 
 
 @triton.jit
@@ -102,13 +103,12 @@ def history_kernel(
                 query = tl.load(query_ptr + place, mask=(jk < KEY_QUARTER)[None, :], other=0.0)
                 product += tl.dot(query, _plane(byte, i, dtype), input_precision="ieee")
             key_scale = tl.load(key_scale_ptr + stored, mask=inside, other=0.0).to(tl.float32)
+            constant = tl.load(constant_ptr + bucket * ROWS + row)
+            logits = key_scale[None, :] * product + constant[:, None]
             if KEY_OFFSET:
                 key_offset = tl.load(key_offset_ptr + stored, mask=inside, other=0.0).to(tl.float32)
-            else:
-                key_offset = IMPLIED_OFFSET * key_scale
-            sums = tl.load(sums_ptr + bucket * ROWS + row)
-            constant = tl.load(constant_ptr + bucket * ROWS + row)
-            logits = key_scale[None, :] * product + key_offset[None, :] * sums[:, None] + constant[:, None]
+                sums = tl.load(sums_ptr + bucket * ROWS + row)
+                logits += (key_offset - IMPLIED_OFFSET * key_scale)[None, :] * sums[:, None]
             logits = _cap(logits, SOFTCAP)
 
             seen = inside[None, :] & (index[None, :] < row_end[:, None])
@@ -124,11 +124,8 @@ def history_kernel(
             weight = (probability * value_scale[None, :]).to(dtype)
             if VALUE_OFFSET:
                 value_offset = tl.load(value_offset_ptr + stored, mask=inside, other=0.0).to(tl.float32)
-                offset = tl.sum(probability * value_offset[None, :], axis=1)
-            else:
-                # Of the rounded weights, so that their rounding cancels as it does in `scale (c - 1.5)`.
-                offset = IMPLIED_OFFSET * tl.sum(weight.to(tl.float32), axis=1)
-            offsets = offsets * rescale + offset
+                centre = value_offset - IMPLIED_OFFSET * value_scale
+                offsets = offsets * rescale + tl.sum(probability * centre[None, :], axis=1)
             value_mask = inside[:, None] & (jv < VALUE_QUARTER)[None, :]
             byte = tl.load(value_ptr + stored[:, None] * VALUE_QUARTER + jv[None, :], mask=value_mask, other=0)
             output0 = output0 * rescale[:, None] + tl.dot(weight, _plane(byte, 0, dtype), input_precision="ieee")
@@ -296,7 +293,6 @@ def prepare(q: torch.Tensor, codes: TransformCodes, call: Call, *, tiers: Tiers,
     with codec.full_precision():
         queries = torch.einsum("bkurd,knd->bkurn", relative, codes.key.decode.float()).to(q.dtype)
         constants = torch.einsum("bkurd,kd->bkur", relative, codes.key.mu.float())
-    # Sums of the rounded numbers: their rounding then cancels as it does in `scale (c - 1.5)`.
     return Prepared(
         rows.to(q.dtype).contiguous(), queries.contiguous(), queries.float().sum(-1), constants.contiguous()
     )
