@@ -51,7 +51,7 @@ def decode(
         codes: all layers.
         plain_dtype: of the plain tiers; every row is rounded to it before it is stored, read or encoded.
     """
-    positions = torch.arange(len(tokens))
+    positions = torch.arange(len(tokens), device=tokens.device)
     ends = tiers.history_end(positions)
     x = weights["embedding"][tokens]
     stored: tuple[list[codec.Encoded], list[codec.Encoded]] = ([], [])
