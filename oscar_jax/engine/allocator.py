@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from oscar_jax.engine.pool import OutOfPages, Pool
-from oscar_jax.engine.prefix_tree import Hash, PrefixTree
+from oscar_jax.engine.prefix_tree import Hash, PrefixTree, Tail
 
 if TYPE_CHECKING:  # that module imports jax
     from pallas_kernels.tiers import Tiers
@@ -87,14 +87,13 @@ class Allocator:
         Args:
             pages: of the history pool.
             tails: boundaries that can be kept at once.
-            take_back: most tokens that the device can take back (`step_tokens - 1`). With at least 1 the prompt of
-                a kept prefix can be hit by the same prompt, whose last token is then fed again.
+            take_back: most tokens that are taken back. The device must be able to take back one more (it can with
+                `step_tokens = take_back + 2`): the same prompt hits its own end, and feeds its last token again.
             chain: hash of blocks; another one is of use to tests only.
         """
         self.tiers = tiers
         self.pool = Pool(pages)
         self.tree = PrefixTree(self.pool, tiers, slots=tails, chain=chain)
-        self._again = min(1, take_back)
         self._take_back = take_back
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0
@@ -114,13 +113,23 @@ class Allocator:
         """Tokens of a sequence."""
         return len(self._get(sequence).tokens)
 
-    def tokens(self, sequence: int) -> list[int]:
-        """Token ids of a sequence."""
-        return list(self._get(sequence).tokens)
+    def tokens(self, sequence: int, start: int = 0) -> list[int]:
+        """Token ids of a sequence, from one of them on."""
+        return self._get(sequence).tokens[start:]
 
     def pages(self, sequence: int) -> list[int]:
         """Page ids of a sequence's history, in order."""
         return list(self._get(sequence).pages)
+
+    def missing(self, tokens: Sequence[int]) -> int:
+        """Available pages that a new sequence of all these tokens takes, after what it shares."""
+        total = self.tiers.history_pages(len(tokens))
+        tail = self.tree.match(tokens)
+        if tail is None:
+            return total
+        length, pages = self._shared(tail, tokens)
+        copied = self.tiers.history_tokens(length) % self.tiers.page > 0
+        return total - len(pages) + copied + sum(not self.pool.uses[page] for page in pages)
 
     def begin(self, tokens: Sequence[int]) -> Begun:
         """A new sequence that has as many of these tokens as a kept prefix gives, at least one fewer than all.
@@ -130,12 +139,11 @@ class Allocator:
         """
         if not len(tokens):
             raise ValueError("tokens is empty: expected the sequence's tokens, at least one.")
-        tail = self.tree.match(tokens, len(tokens) - 1 + self._again)
+        tail = self.tree.match(tokens)
         length, pages = 0, []
         if tail is not None:
             self.tree.touch(tail)
-            length = min(tail.boundary, len(tokens) - 1)
-            pages = tail.pages()[: self.tiers.history_pages(length)]
+            length, pages = self._shared(tail, tokens)
             self._hits += 1
         for page in pages:
             self.pool.use(page)
@@ -242,6 +250,11 @@ class Allocator:
         if sequence not in self._sequences:
             raise ValueError(f"sequence {sequence}: expected one that has begun and not ended.")
         return self._sequences[sequence]
+
+    def _shared(self, tail: Tail, tokens: Sequence[int]) -> tuple[int, list[int]]:
+        """Tokens and pages that a sequence of these tokens takes over."""
+        length = min(tail.boundary, len(tokens) - 1)
+        return length, tail.pages()[: self.tiers.history_pages(length)]
 
     def _needed(self, state: _Sequence, count: int) -> tuple[int, int | None]:
         """Pages needed, and the index of a page that must be copied first."""

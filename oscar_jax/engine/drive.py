@@ -211,7 +211,7 @@ _REPORTED = ("tokens_asked", "tokens_hit", "hits", "evictions", "copies")
 
 def main() -> int:
     """The command; prints one line of JSON."""
-    parser = argparse.ArgumentParser(prog="python -m oscar_jax.engine.drive", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m oscar_jax.engine.drive", description="Checked random operations.")
     parser.add_argument("--operations", type=int, default=50_000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

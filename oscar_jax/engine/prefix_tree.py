@@ -99,12 +99,12 @@ class PrefixTree:
         self.free_slots = list(range(slots - 1, -1, -1))
         self.evictions = 0
 
-    def match(self, tokens: Sequence[int], longest: int) -> Tail | None:
-        """The tail with the longest boundary, at most `longest`, whose prefix the tokens begin with."""
+    def match(self, tokens: Sequence[int]) -> Tail | None:
+        """The tail with the longest boundary whose prefix the tokens begin with."""
         node, best = self.root, None
         while node is not None:
             for length in sorted(node.tails, reverse=True):
-                if node.end + length <= longest:
+                if node.end + length <= len(tokens):
                     rest = tuple(tokens[node.end : node.end + length])
                     if (tail := node.tails[length].get(rest)) is not None:
                         best = tail
@@ -128,7 +128,7 @@ class PrefixTree:
             The new tail, or None if there is such a tail already (now the most recently used), no slot at all, or
             another prefix with the same hash.
         """
-        tail = self.match(tokens, len(tokens))
+        tail = self.match(tokens)
         if tail is not None and tail.boundary == len(tokens):
             self.touch(tail)
             return None

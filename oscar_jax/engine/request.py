@@ -1,0 +1,94 @@
+"""What is asked for, and what comes back. Token ids, no text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:  # that module imports jax
+    from oscar_jax.sampling import Sampling
+
+Finish = Literal["stop", "length", "cancelled"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One prompt to be continued.
+
+    Attributes:
+        prompt: token ids.
+        max_tokens: most new tokens.
+        sampling: an `oscar_jax.Sampling`; None is greedy.
+        stop_tokens: the first of these ends it, and is its last token.
+        stop_sequences: so does the first of these runs of new tokens.
+
+    Raises:
+        ValueError: an empty prompt or stop sequence, or `max_tokens` below 1.
+    """
+
+    prompt: Sequence[int]
+    max_tokens: int = 256
+    sampling: Sampling | None = None
+    stop_tokens: Collection[int] = ()
+    stop_sequences: Sequence[Sequence[int]] = ()
+
+    def __post_init__(self):
+        if not len(self.prompt):
+            raise ValueError("prompt is empty: expected at least one token.")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens}: expected at least 1.")
+        if not all(len(stop) for stop in self.stop_sequences):
+            raise ValueError("stop_sequences has an empty one: expected at least one token in each.")
+
+    def finish(self, generated: Sequence[int]) -> Finish | None:
+        """Why it ends with the last of these tokens, or None if it goes on."""
+        if generated[-1] in self.stop_tokens:
+            return "stop"
+        if any(list(generated[-len(stop) :]) == list(stop) for stop in self.stop_sequences):
+            return "stop"
+        return "length" if len(generated) >= self.max_tokens else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """New tokens of a request.
+
+    Attributes:
+        request: its id.
+        tokens: new ones, an ending stop token included; none if it was cancelled.
+        finish: why it has ended, None while it runs.
+    """
+
+    request: int
+    tokens: list[int]
+    finish: Finish | None
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Progress:
+    """A request on its way through the scheduler.
+
+    Attributes:
+        id: of the request.
+        priority: lower ones go first; fixed when it is submitted.
+        tokens: prompt and generated tokens, of which the allocator says how many are stored.
+        drafter: guesses the next tokens, or None.
+        row: of the device's batch, None while it waits.
+        sequence: the allocator's id, while it has a row.
+        kept: length at which its tokens were last kept.
+    """
+
+    id: int
+    request: Request
+    priority: tuple[int, int]
+    tokens: list[int]
+    drafter: Any = None
+    row: int | None = None
+    sequence: int = -1
+    kept: int = 0
+
+    @property
+    def generated(self) -> list[int]:
+        """Tokens after the prompt."""
+        return self.tokens[len(self.request.prompt) :]

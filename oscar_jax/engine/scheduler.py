@@ -1,0 +1,378 @@
+"""Which rows of the batch do what in the next step: continuous batching over an `Allocator`. Plain Python.
+
+Every step feeds all sequences that decode (one token each, or one and drafted ones) and a chunk of a few prompts.
+Prompts never hold up decoding by more than a chunk. Requests are taken in the order of `arrival * chunk + tokens`,
+arrival counted in steps: a short one overtakes long ones that came shortly before, but no request is overtaken by
+those that come after it has waited as many steps as it has chunks. When pages run out, the request that would have
+been taken last gives up its row; it keeps its place in the order and goes on later with the token it was at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from oscar_jax.engine.allocator import Allocator
+from oscar_jax.engine.drafts import Drafter
+from oscar_jax.engine.request import Output, Progress, Request
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """The shapes of all device calls, each one a compiled program.
+
+    Attributes:
+        rows: sequences on the device at once.
+        decode_batches: rows of a decode call, ascending; the last one is `rows`.
+        prefill_batches: rows of a call with chunks of prompts, ascending.
+        chunks: tokens of such a call, ascending.
+        drafts: most drafted tokens a sequence and step.
+
+    Raises:
+        ValueError: a size out of range or order.
+    """
+
+    rows: int
+    decode_batches: tuple[int, ...]
+    prefill_batches: tuple[int, ...]
+    chunks: tuple[int, ...]
+    drafts: int = 0
+
+    def __post_init__(self):
+        for name in ("decode_batches", "prefill_batches", "chunks"):
+            sizes = getattr(self, name)
+            if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
+                raise ValueError(f"{name}={sizes}: expected ascending sizes of at least 1.")
+        if self.decode_batches[-1] != self.rows or self.prefill_batches[-1] > self.rows:
+            raise ValueError(
+                f"decode_batches={self.decode_batches}, prefill_batches={self.prefill_batches}: expected the first "
+                f"to end with rows={self.rows}, and none larger."
+            )
+        if self.drafts < 0:
+            raise ValueError(f"drafts={self.drafts}: expected at least 0.")
+
+    @classmethod
+    def of(cls, rows: int, *, prefill_rows: int | None = None, chunks: Sequence[int] = (32, 256), drafts: int = 0):
+        """Batches in powers of four up to `rows`, and up to `prefill_rows` (default 4) for chunks of prompts."""
+        powers = [4**n for n in range(16)]
+        most = min(rows, 4 if prefill_rows is None else prefill_rows)
+        batches = [(*(size for size in powers if size < last), last) for last in (rows, most)]
+        return cls(rows, batches[0], batches[1], tuple(sorted(set(chunks))), drafts)
+
+    def calls(self) -> list[tuple[int, int]]:
+        """Rows and tokens of every call there can be."""
+        widths = sorted({1, 1 + self.drafts})
+        decode = [(batch, width) for batch in self.decode_batches for width in widths]
+        return decode + [(batch, chunk) for batch in self.prefill_batches for chunk in self.chunks]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowCall:
+    """One row's part of a device call.
+
+    Attributes:
+        row: of the device's batch.
+        start: tokens stored before.
+        tokens: to be stored.
+        pages: page ids of the sequence's history, those of the new tokens included.
+        draws: after how many of the last tokens a next one is to be chosen.
+        index: how many tokens have been generated before the first of those.
+        sampling: of the request.
+    """
+
+    row: int
+    start: int
+    tokens: list[int]
+    pages: list[int]
+    draws: int
+    index: int
+    sampling: object
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceCall:
+    """Rows that are fed together, padded to `batch` rows of `width` tokens; `every` asks for all positions' choices."""
+
+    rows: list[RowCall]
+    batch: int
+    width: int
+    every: bool
+
+
+class Executor(Protocol):
+    """The device. Calls take effect in their order."""
+
+    def restore(self, row: int, slot: int) -> None:
+        """Copies a tail's plain tokens to a row."""
+        ...
+
+    def keep(self, row: int, slot: int) -> None:
+        """Copies a row's plain tokens to a tail."""
+        ...
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copies a page of history in all layers."""
+        ...
+
+    def run(self, call: DeviceCall) -> list[list[int]]:
+        """Feeds tokens, and returns the `draws` chosen next tokens of each row."""
+        ...
+
+
+@dataclasses.dataclass
+class Counts:
+    """Since the start: requests by fate, preemptions, steps, and drafted tokens."""
+
+    submitted: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    drafted: int = 0
+    drafts_accepted: int = 0
+
+
+class Scheduler:
+    """Requests waiting and running.
+
+    Attributes:
+        counts: see `Counts`.
+    """
+
+    def __init__(
+        self,
+        allocator: Allocator,
+        executor: Executor,
+        shapes: Shapes,
+        *,
+        max_length: int,
+        tail_every: int = 4096,
+        drafter: Callable[[], Drafter] | None = None,
+    ):
+        """
+        Args:
+            allocator: empty, with a page more than a sequence of `max_length` needs.
+            executor: the device.
+            shapes: of its calls.
+            max_length: longest sequence in tokens.
+            tail_every: a prefix is kept whenever a sequence has reached a multiple of so many tokens, beside the ends
+                of prompts and requests.
+            drafter: makes a guesser for each request; None feeds one token a step.
+
+        Raises:
+            ValueError: too few pages, `tail_every` below 1, or a drafter without drafted tokens in `shapes`.
+        """
+        needed = allocator.tiers.history_pages(max_length)
+        if needed and allocator.pool.size < needed + 1:
+            raise ValueError(
+                f"pages={allocator.pool.size}: a sequence of max_length={max_length} needs {needed}, and one to copy."
+            )
+        if tail_every < 1:
+            raise ValueError(f"tail_every={tail_every}: expected at least 1.")
+        if drafter is not None and not shapes.drafts:
+            raise ValueError("drafter with drafts=0: expected room for drafted tokens in the shapes.")
+        self.counts = Counts()
+        self._allocator, self._executor, self._shapes = allocator, executor, shapes
+        self._max_length, self._tail_every, self._drafter = max_length, tail_every, drafter
+        self._waiting: list[tuple[tuple[int, int], Progress]] = []
+        self._running: dict[int, Progress] = {}
+        self._free_rows = list(range(shapes.rows))
+        self._cancelled: list[Output] = []
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is left to do or to report."""
+        return not (self._waiting or self._running or self._cancelled)
+
+    @property
+    def running(self) -> int:
+        """Requests that have a row."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Requests without a row, preempted ones included."""
+        return len(self._waiting)
+
+    def submit(self, request: Request) -> int:
+        """Adds a request and returns its id.
+
+        Raises:
+            ValueError: it could outgrow `max_length`.
+        """
+        total = len(request.prompt) + request.max_tokens
+        if total > self._max_length:
+            raise ValueError(
+                f"prompt of {len(request.prompt)} tokens and max_tokens={request.max_tokens}: expected at most "
+                f"max_length={self._max_length} together."
+            )
+        number = self.counts.submitted
+        self.counts.submitted += 1
+        order = self.counts.steps * self._shapes.chunks[-1] + len(request.prompt)
+        drafter = None if self._drafter is None else self._drafter()
+        progress = Progress(number, request, (order, number), list(request.prompt), drafter)
+        heapq.heappush(self._waiting, (progress.priority, progress))
+        return number
+
+    def cancel(self, request: int) -> bool:
+        """Ends a request now; False if it has ended already. The next `step` reports it."""
+        for place, (_, progress) in enumerate(self._waiting):
+            if progress.id == request:
+                del self._waiting[place]
+                heapq.heapify(self._waiting)
+                break
+        else:
+            if request not in self._running:
+                return False
+            self._leave(self._running[request])
+        self.counts.cancelled += 1
+        self._cancelled.append(Output(request, [], "cancelled"))
+        return True
+
+    def step(self) -> list[Output]:
+        """Takes waiting requests in, feeds every decoding sequence and some prompts, and returns what came out."""
+        outputs, self._cancelled = self._cancelled, []
+        self._admit()
+        for call, parts in self._plan():
+            for progress, drawn in zip(parts, self._executor.run(call), strict=True):
+                outputs += self._store(progress, drawn)
+        self.counts.steps += 1
+        return outputs
+
+    def _admit(self) -> None:
+        while self._waiting and self._free_rows:
+            progress = self._waiting[0][1]
+            if self._allocator.missing(progress.tokens) + self._promised() > self._allocator.available:
+                return
+            heapq.heappop(self._waiting)
+            begun = self._allocator.begin(progress.tokens)
+            progress.row, progress.sequence, progress.kept = heapq.heappop(self._free_rows), begun.sequence, 0
+            self._running[progress.id] = progress
+            if begun.tail is not None:
+                progress.kept = begun.length
+                self._executor.restore(progress.row, begun.tail)
+
+    def _promised(self) -> int:
+        """Pages that running requests need for the tokens they have, at least one each: they would soon preempt."""
+        return sum(
+            max(1, self._allocator.needed(other.sequence, len(other.tokens) - self._allocator.length(other.sequence)))
+            for other in self._running.values()
+        )
+
+    def _plan(self) -> list[tuple[DeviceCall, list[Progress]]]:
+        """The calls of this step; their tokens have pages already."""
+        decode: list[tuple[Progress, RowCall]] = []
+        prefill: list[tuple[Progress, RowCall]] = []
+        for progress in sorted(self._running.values(), key=lambda progress: progress.priority):
+            if progress.id not in self._running:  # preempted by one before it
+                continue
+            stored = self._allocator.length(progress.sequence)
+            decodes = len(progress.tokens) - stored == 1
+            if not decodes and len(prefill) == self._shapes.prefill_batches[-1]:
+                continue
+            tokens = self._next_tokens(progress, stored, decodes)
+            if not self._make_room(progress, len(tokens)):
+                continue
+            for source, target in self._allocator.grow(progress.sequence, tokens):
+                self._executor.copy_page(source, target)
+            (decode if decodes else prefill).append((progress, self._row_call(progress, stored, tokens)))
+        calls = []
+        if decode:
+            drafted = any(len(row.tokens) > 1 for _, row in decode)
+            width = 1 + self._shapes.drafts if drafted else 1
+            calls.append(self._call(decode, self._shapes.decode_batches, width, every=drafted))
+        if prefill:
+            most = max(len(row.tokens) for _, row in prefill)
+            width = _fitting(self._shapes.chunks, most)
+            calls.append(self._call(prefill, self._shapes.prefill_batches, width, every=False))
+        return calls
+
+    def _next_tokens(self, progress: Progress, stored: int, decodes: bool) -> list[int]:
+        if not decodes:
+            to_tail = self._tail_every - stored % self._tail_every
+            return progress.tokens[stored : stored + min(self._shapes.chunks[-1], to_tail)]
+        generated = len(progress.tokens) - len(progress.request.prompt)
+        most = min(self._shapes.drafts, progress.request.max_tokens - generated - 1)
+        if progress.drafter is None or not generated or most < 1:
+            return progress.tokens[stored:]
+        drafts = progress.drafter.propose(progress.tokens, most)[:most]
+        self.counts.drafted += len(drafts)
+        return progress.tokens[stored:] + drafts
+
+    def _make_room(self, progress: Progress, count: int) -> bool:
+        """Preempts until the pages for more tokens are there; False if the request itself had to go."""
+        while self._allocator.needed(progress.sequence, count) > self._allocator.available:
+            victim = max(self._running.values(), key=lambda other: other.priority)
+            self._preempt(victim)
+            if victim is progress:
+                return False
+        return True
+
+    def _preempt(self, progress: Progress) -> None:
+        self._keep(progress)
+        self._leave(progress)
+        heapq.heappush(self._waiting, (progress.priority, progress))
+        self.counts.preemptions += 1
+
+    def _leave(self, progress: Progress) -> None:
+        assert progress.row is not None
+        self._allocator.end(progress.sequence)
+        heapq.heappush(self._free_rows, progress.row)
+        progress.row, progress.sequence = None, -1
+        del self._running[progress.id]
+
+    def _keep(self, progress: Progress) -> None:
+        assert progress.row is not None
+        progress.kept = self._allocator.length(progress.sequence)
+        slot = self._allocator.keep(progress.sequence)
+        if slot is not None:
+            self._executor.keep(progress.row, slot)
+
+    def _row_call(self, progress: Progress, stored: int, tokens: list[int]) -> RowCall:
+        assert progress.row is not None
+        prompt, left = len(progress.request.prompt), len(progress.tokens) - stored
+        return RowCall(
+            row=progress.row,
+            start=stored,
+            tokens=tokens,
+            pages=self._allocator.pages(progress.sequence),
+            draws=max(0, len(tokens) - left + 1),
+            index=len(progress.tokens) - prompt,
+            sampling=progress.request.sampling,
+        )
+
+    def _call(
+        self, parts: list[tuple[Progress, RowCall]], batches: Sequence[int], width: int, *, every: bool
+    ) -> tuple[DeviceCall, list[Progress]]:
+        rows = [row for _, row in parts]
+        return DeviceCall(rows, _fitting(batches, len(rows)), width, every), [progress for progress, _ in parts]
+
+    def _store(self, progress: Progress, drawn: list[int]) -> list[Output]:
+        """Takes the right ones of the drawn tokens, takes the wrong drafts back, and keeps what is to be kept."""
+        sequence, length = progress.sequence, len(progress.tokens)
+        new: list[int] = []
+        finish = None
+        if drawn:
+            fed = self._allocator.tokens(sequence, length)  # drafted tokens
+            for place, token in enumerate(drawn):
+                new.append(token)
+                progress.tokens.append(token)
+                finish = progress.request.finish(progress.generated)
+                if finish or fed[place : place + 1] != [token]:
+                    break
+            self._allocator.take_back(sequence, len(fed) - (len(new) - 1))
+            self.counts.drafts_accepted += len(new) - 1
+        stored = self._allocator.length(sequence)
+        prompt_ends = stored == len(progress.request.prompt)
+        if finish or prompt_ends or stored // self._tail_every > progress.kept // self._tail_every:
+            self._keep(progress)
+        if finish:
+            self._leave(progress)
+            self.counts.finished += 1
+        return [Output(progress.id, new, finish)] if new else []
+
+
+def _fitting(sizes: Sequence[int], least: int) -> int:
+    return next(size for size in sizes if size >= least)

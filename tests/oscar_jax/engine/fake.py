@@ -1,0 +1,131 @@
+"""A device without a model: rows, pages and tails that hold tokens, read back as the real kernels would.
+
+The next token is a hash of everything a query sees, so whatever is wrong in memory changes the output.
+"""
+
+from __future__ import annotations
+
+import random
+
+from oscar_jax.engine.allocator import Allocator
+from oscar_jax.engine.invariants import check
+from oscar_jax.engine.request import Output, Request
+from oscar_jax.engine.scheduler import DeviceCall, RowCall, Scheduler, Shapes
+from pallas_kernels.tiers import Tiers
+
+TIERS = Tiers(sink=2, recent=4, group=2, page=4)
+VOCABULARY = 5
+SHAPES = Shapes.of(4, prefill_rows=2, chunks=(4, 9), drafts=2)
+
+
+def choice(tokens: list[int], index: int, sampling: object) -> int:
+    """The model: the token after these. Short memory repeats itself, so that drafted tokens are often right."""
+    seed = hash((tuple(tokens[-2:]), len(tokens) // 16, sum(tokens) % 2 if sampling else 0, index if sampling else 0))
+    return random.Random(seed).randrange(VOCABULARY)
+
+
+def alone(request: Request) -> list[int]:
+    """What a request gives."""
+    tokens = list(request.prompt)
+    while True:
+        generated = len(tokens) - len(request.prompt)
+        tokens.append(choice(tokens, generated, request.sampling))
+        if request.finish(tokens[len(request.prompt) :]):
+            return tokens[len(request.prompt) :]
+
+
+class FakeExecutor:
+    """Memory of the device, as `Executor` describes it.
+
+    Attributes:
+        calls: shapes of the calls so far.
+    """
+
+    def __init__(self, shapes: Shapes, tiers: Tiers = TIERS):
+        self.shapes, self.tiers = shapes, tiers
+        self.ring = tiers.ring(shapes.drafts + 2)
+        self.rows: list[dict[int, int]] = [{} for _ in range(shapes.rows)]
+        self.pages: dict[tuple[int, int], int] = {}
+        self.tails: dict[int, dict[int, int]] = {}
+        self.calls: list[tuple[int, int]] = []
+
+    def restore(self, row: int, slot: int) -> None:
+        self.rows[row] = dict(self.tails[slot])
+
+    def keep(self, row: int, slot: int) -> None:
+        self.tails[slot] = dict(self.rows[row])
+
+    def copy_page(self, source: int, target: int) -> None:
+        for row in range(self.tiers.page):
+            self.pages[target, row] = self.pages.get((source, row), -1)
+
+    def run(self, call: DeviceCall) -> list[list[int]]:
+        assert (call.batch, call.width) in self.shapes.calls()
+        assert len(call.rows) <= call.batch
+        assert len({row.row for row in call.rows}) == len(call.rows)
+        self.calls.append((call.batch, call.width))
+        return [self._feed(row, call) for row in call.rows]
+
+    def _feed(self, row: RowCall, call: DeviceCall) -> list[int]:
+        assert 1 <= len(row.tokens) <= call.width
+        assert row.draws <= (len(row.tokens) if call.every else 1)
+        chosen = []
+        for place, token in enumerate(row.tokens):
+            position = row.start + place
+            for j in range(self.tiers.history_end(position - 1), self.tiers.history_end(position)):
+                page, offset = divmod(j - self.tiers.sink, self.tiers.page)
+                self.pages[row.pages[page], offset] = self._plain(row.row, j)
+            key = position if position < self.tiers.sink else self.tiers.sink + position % self.ring
+            self.rows[row.row][key] = token
+            if place >= len(row.tokens) - row.draws:
+                index = row.index + place - (len(row.tokens) - row.draws)
+                chosen.append(choice(self._seen(row, position), index, row.sampling))
+        return chosen
+
+    def _plain(self, row: int, position: int) -> int:
+        key = position if position < self.tiers.sink else self.tiers.sink + position % self.ring
+        return self.rows[row].get(key, -1)
+
+    def _seen(self, row: RowCall, position: int) -> list[int]:
+        sink, end = self.tiers.sink, self.tiers.history_end(position)
+        history = range(sink, min(end, position + 1))
+        places = [divmod(j - sink, self.tiers.page) for j in history]
+        return [
+            *(self._plain(row.row, j) for j in range(min(sink, position + 1))),
+            *(self.pages[row.pages[page], offset] for page, offset in places),
+            *(self._plain(row.row, j) for j in range(max(sink, end), position + 1)),
+        ]
+
+
+class Bench:
+    """A scheduler over the fake device, with the allocator's invariants checked after every step.
+
+    Attributes:
+        outputs: every `Output` so far.
+    """
+
+    def __init__(self, *, pages=24, tails=6, shapes=SHAPES, max_length=64, **options):
+        self.allocator = Allocator(TIERS, pages=pages, tails=tails, take_back=shapes.drafts)
+        self.executor = FakeExecutor(shapes)
+        self.scheduler = Scheduler(self.allocator, self.executor, shapes, max_length=max_length, **options)
+        self.outputs: list[Output] = []
+
+    def step(self) -> list[Output]:
+        outputs = self.scheduler.step()
+        check(self.allocator)
+        self.outputs += outputs
+        return outputs
+
+    def run(self, steps: int = 10_000) -> None:
+        """Until nothing is left."""
+        while not self.scheduler.idle:
+            self.step()
+            steps -= 1
+            assert steps, "still not done"
+
+    def tokens(self, request: int) -> list[int]:
+        return [token for output in self.outputs if output.request == request for token in output.tokens]
+
+    def finish(self, request: int) -> str | None:
+        (finish,) = [output.finish for output in self.outputs if output.request == request and output.finish]
+        return finish

@@ -1,0 +1,198 @@
+"""Continuous batching on a fake device: every output is that of the request alone, whatever happens around it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from oscar_jax.engine.allocator import Allocator
+from oscar_jax.engine.drafts import PromptLookup
+from oscar_jax.engine.request import Request
+from oscar_jax.engine.scheduler import Scheduler, Shapes
+from tests.oscar_jax.engine.fake import SHAPES, TIERS, Bench, FakeExecutor, alone
+
+
+def random_request(rng: random.Random, *, longest: int = 40) -> Request:
+    """Of one of a few families with the same beginning, half of them sampled, some with stop rules."""
+    prompt = [rng.randrange(2)] * rng.randrange(1, longest) + [rng.randrange(3) for _ in range(rng.randrange(5))]
+    return Request(
+        prompt,
+        max_tokens=rng.randrange(1, 20),
+        sampling=rng.choice([None, 7]),  # type: ignore[arg-type]  # the fake model only asks whether there is one
+        stop_tokens=rng.choice([(), (4,)]),
+        stop_sequences=rng.choice([(), [(1, 2)]]),
+    )
+
+
+@pytest.mark.parametrize("drafter", [None, PromptLookup])
+@pytest.mark.parametrize("pages", [17, 24, 80])
+@pytest.mark.parametrize("tails", [0, 2, 12])
+def test_outputs_equal_those_alone_through_preemption_cancels_and_hits(drafter, pages, tails):
+    rng = random.Random(f"{pages} {tails}")
+    bench = Bench(pages=pages, tails=tails, drafter=drafter, tail_every=16)
+    requests, cancelled, seen = {}, set(), set()
+    while len(requests) < 80 or not bench.scheduler.idle:
+        if len(requests) < 80 and rng.random() < 0.4:
+            request = random_request(rng)
+            if seen and rng.random() < 0.3:  # another turn of a conversation
+                earlier = rng.choice(sorted(seen))
+                text = [*requests[earlier].prompt, *bench.tokens(earlier), 1]
+                request = Request(text[:40], max_tokens=9)
+            requests[bench.scheduler.submit(request)] = request
+        if requests.keys() - seen and rng.random() < 0.1:
+            victim = rng.choice(sorted(requests.keys() - seen))
+            if bench.scheduler.cancel(victim):
+                cancelled.add(victim)
+                seen.add(victim)
+        seen |= {output.request for output in bench.step() if output.finish in ("stop", "length")}
+    for number, request in requests.items():
+        expected, got = alone(request), bench.tokens(number)
+        if number in cancelled:
+            assert got == expected[: len(got)]
+            assert bench.finish(number) == "cancelled"
+        else:
+            assert got == expected
+            assert bench.finish(number) == request.finish(expected)
+    counts, stats = bench.scheduler.counts, bench.allocator.stats()
+    assert (counts.submitted, counts.cancelled) == (80, len(cancelled))
+    assert counts.finished == 80 - len(cancelled)
+    assert bench.allocator.sequences == []
+    assert bench.allocator.available == pages
+    assert counts.preemptions or pages > 17
+    assert not counts.preemptions or pages < 80
+    assert cancelled
+    assert (stats.hits > 0) == (tails > 0)
+    assert (counts.drafts_accepted > 0) == (drafter is not None)
+
+
+def test_a_preempted_request_goes_on_with_the_token_it_was_at():
+    bench = Bench(pages=17, tails=4)
+    requests = [Request([n] * 30, max_tokens=30) for n in range(4)]
+    numbers = [bench.scheduler.submit(request) for request in requests]
+    bench.run()
+    assert bench.scheduler.counts.preemptions
+    assert [bench.tokens(number) for number in numbers] == [alone(request) for request in requests]
+
+
+def test_without_room_for_a_second_request_it_waits():
+    bench = Bench(pages=17, tails=0, max_length=64)
+    first, second = (bench.scheduler.submit(Request([n] * 50, max_tokens=3)) for n in range(2))
+    bench.step()
+    assert (bench.scheduler.running, bench.scheduler.waiting) == (1, 1)
+    bench.run()
+    assert bench.scheduler.counts.preemptions == 0
+    assert [output.request for output in bench.outputs if output.finish] == [first, second]
+
+
+def test_decoding_gives_a_token_every_step_under_a_flood_of_long_prompts():
+    bench = Bench(pages=200)
+    number = bench.scheduler.submit(Request([1], max_tokens=30))
+    bench.step()
+    for _ in range(20):
+        bench.scheduler.submit(Request([2] * 50, max_tokens=5))
+    for _ in range(29):
+        assert [len(output.tokens) for output in bench.step() if output.request == number] == [1]
+    assert bench.finish(number) == "length"
+
+
+def test_a_short_request_overtakes_a_flood_and_no_long_one_waits_for_ever():
+    bench = Bench(pages=200)
+    flood = [bench.scheduler.submit(Request([2] * 50, max_tokens=5)) for _ in range(12)]
+    bench.step()
+    short = bench.scheduler.submit(Request([3], max_tokens=1))
+    while not any(output.request == short for output in bench.outputs):
+        bench.step()
+    assert sum(output.finish is not None for output in bench.outputs if output.request in flood) <= 4
+    steps = 0
+    while not all(any(o.request == n and o.finish for o in bench.outputs) for n in flood):
+        bench.scheduler.submit(Request([steps % 5, 1], max_tokens=4))  # short ones keep coming
+        bench.step()
+        steps += 1
+        assert steps < 400
+
+
+def test_only_listed_shapes_are_called_and_batches_shrink():
+    bench = Bench(pages=80)
+    bench.scheduler.submit(Request([1] * 20, max_tokens=8))
+    bench.run()
+    assert set(bench.executor.calls) == {(1, 9), (1, 4), (1, 1)}
+    for n in range(4):
+        bench.scheduler.submit(Request([n + 2] * 20, max_tokens=8))
+    bench.run()
+    assert {(2, 9), (4, 1)} <= set(bench.executor.calls) <= set(SHAPES.calls())
+
+
+def test_the_last_prompt_token_is_all_that_a_repeated_prompt_costs():
+    bench = Bench(pages=80)
+    request = Request([1, 2, 3] * 12, max_tokens=3)
+    bench.scheduler.submit(request)
+    bench.run()
+    before = len(bench.executor.calls)
+    number = bench.scheduler.submit(request)
+    bench.run()
+    assert bench.executor.calls[before:] == [(1, 1)] * 3
+    assert bench.tokens(number) == alone(request)
+
+
+def test_drafted_tokens_save_steps():
+    request = Request([1, 2, 3] * 5, max_tokens=30)
+    steps = {}
+    for drafter in (None, PromptLookup):
+        bench = Bench(drafter=drafter)
+        number = bench.scheduler.submit(request)
+        bench.run()
+        assert bench.tokens(number) == alone(request)
+        steps[drafter] = bench.scheduler.counts.steps
+    assert steps[PromptLookup] < steps[None]
+
+
+def test_cancelling_waiting_running_and_ended_requests():
+    bench = Bench()
+    numbers = [bench.scheduler.submit(Request([n] * 5, max_tokens=5)) for n in range(6)]
+    bench.step()
+    assert bench.scheduler.cancel(numbers[0])
+    assert bench.scheduler.cancel(numbers[5])
+    assert not bench.scheduler.cancel(numbers[5])
+    assert not bench.scheduler.cancel(99)
+    assert {o.request for o in bench.step() if o.finish == "cancelled"} == {numbers[0], numbers[5]}
+    bench.run()
+    assert [bench.finish(number) for number in numbers[1:5]] == ["length"] * 4
+    assert bench.scheduler.idle
+
+
+def test_wrong_requests_and_settings_are_named():
+    bench = Bench()
+    with pytest.raises(ValueError, match=r"prompt of 60 tokens and max_tokens=5: expected at most max_length=64"):
+        bench.scheduler.submit(Request([1] * 60, max_tokens=5))
+    with pytest.raises(ValueError, match=r"prompt is empty"):
+        Request([])
+    with pytest.raises(ValueError, match=r"max_tokens=0: expected at least 1"):
+        Request([1], max_tokens=0)
+    with pytest.raises(ValueError, match=r"stop_sequences has an empty one"):
+        Request([1], stop_sequences=[()])
+    with pytest.raises(ValueError, match=r"pages=14: a sequence of max_length=64 needs 15"):
+        Bench(pages=14)
+    with pytest.raises(ValueError, match=r"tail_every=0"):
+        Bench(tail_every=0)
+    with pytest.raises(ValueError, match=r"chunks=\(9, 4\): expected ascending"):
+        Shapes(4, (4,), (1,), (9, 4))
+    with pytest.raises(ValueError, match=r"decode_batches=\(1,\)"):
+        Shapes(4, (1,), (1,), (4,))
+    with pytest.raises(ValueError, match=r"drafts=-1"):
+        Shapes(4, (4,), (1,), (4,), -1)
+    shapes = Shapes.of(4, chunks=(4,))
+    with pytest.raises(ValueError, match=r"drafter with drafts=0"):
+        Scheduler(
+            Allocator(TIERS, pages=24, tails=1), FakeExecutor(shapes), shapes, max_length=64, drafter=PromptLookup
+        )
+
+
+def test_prompt_lookup_finds_what_followed_last_time():
+    drafter = PromptLookup()
+    assert drafter.propose([1, 2, 3], 4) == []
+    assert drafter.propose([1, 2, 3, 4, 1, 2, 3], 4) == [4, 1, 2, 3]
+    assert drafter.propose([1, 2, 3, 4, 1, 2, 3, 5, 2, 3], 1) == [5]
+    assert drafter.propose([1, 2, 3, 4, 1, 2, 3, 5, 2, 3, 9], 3) == []
+    with pytest.raises(ValueError, match=r"shortest=3, longest=2"):
+        PromptLookup(2, 3)
