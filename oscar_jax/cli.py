@@ -290,6 +290,8 @@ def _add_evaluate(commands: Any) -> None:
     _add_implementation(evaluate)
     _add_tiers(evaluate)
     evaluate.add_argument("--max-position", type=_positive, metavar="N", help="default: the model's context")
+    evaluate.add_argument("--csv", metavar="FILE", help="a row an arm")
+    evaluate.add_argument("--out", metavar="DIR", help="plots, CSV, and a report.html that opens without a network")
     _add_json(evaluate)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from calib import artifact
 from oscar_jax import calibrate, corpus, download, evaluate, generate
+from oscar_jax import report as reports
 from oscar_jax.models import LoadedModel, load
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
@@ -67,8 +68,11 @@ def run(args: argparse.Namespace) -> int:
     report["evaluation_seconds"] = report["seconds"]
     report["seconds"] = time.perf_counter() - begin
     report["peak_memory_bytes"] = _peak_memory()
-    _plot(report["arms"], out / "kl_by_position.png", title=f"{report['model']}, {report['text']}")
-    _write(out / "report.json", json.dumps(report, indent=1))
+    figure = reports.kl_by_position(report["arms"], title=f"{report['model']}, {report['text']}")
+    temporary = out / "kl_by_position.tmp.png"
+    figure.savefig(temporary, dpi=120)
+    os.replace(temporary, out / "kl_by_position.png")
+    reports.write_text(out / "report.json", json.dumps(report, indent=1) + "\n")
     say(f"wrote {out / 'report.json'} and {out / 'kl_by_position.png'} after {report['seconds']:.0f} s")
     if args.json:
         print(json.dumps(report))
@@ -145,33 +149,6 @@ def _question(articles: Sequence[str]) -> str:
     """A question whose answer stands in the 2-bit part of the prompt: behind the sinks, before the recent window."""
     title = articles[min(1, len(articles) - 1)].splitlines()[0]
     return "\n\n".join(articles) + f"\n\nWhat does the text above say about {title}? Answer in two sentences."
-
-
-def _plot(arms: Mapping[str, Mapping[str, Any]], path: Path, *, title: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for name, arm in arms.items():
-        if name != evaluate.BASELINE:
-            by_position = arm["kl_by_position"]
-            label = f"{name}: {arm['kl_mean']:.4f} nats, {arm['bits_per_element']:.2f} bits/element"
-            axes.plot(by_position["position"], by_position["kl"], label=label)
-    axes.set(xlabel="position (tokens)", ylabel="KL to the bf16 cache (nats)", yscale="log", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    temporary = path.with_suffix(".tmp.png")
-    figure.savefig(temporary, dpi=120)
-    pyplot.close(figure)
-    os.replace(temporary, path)
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text + "\n", encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def _peak_memory() -> int:

@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +22,8 @@ from tqdm import tqdm
 
 from calib import artifact
 from oscar_jax import cache as kv_cache
-from oscar_jax import calibrate, corpus
+from oscar_jax import calibrate, corpus, paired
+from oscar_jax import report as reports
 from oscar_jax.models import LoadedModel, load
 from oscar_jax.step import cache_config, make_step
 from pallas_kernels.tiers import Tiers
@@ -44,6 +46,7 @@ class Scores:
         agrees: 1 where both arms' most likely token is the same.
         cache_bytes: bytes of the arm's cache arrays on the device, all windows together.
         bits_per_element: by the formula, at the window's length.
+        history_bits_per_element: of a token past the windows.
     """
 
     kl: np.ndarray
@@ -51,6 +54,7 @@ class Scores:
     agrees: np.ndarray
     cache_bytes: int
     bits_per_element: float
+    history_bits_per_element: float
 
 
 def score(
@@ -117,8 +121,16 @@ def score(
     for name, code in codes.items():
         kl, nll, agrees = (np.concatenate(parts, axis=1) for parts in zip(*found[name], strict=True))
         total = kv_cache.cache_bytes(caches[name])["total"]
-        scores[name] = Scores(kl, nll, agrees, total, kv_cache.expected_bits(steps[name].config, code, length))
+        bits = kv_cache.expected_bits(steps[name].config, code, length)
+        scores[name] = Scores(kl, nll, agrees, total, bits, history_bits(code))
     return scores
+
+
+def history_bits(codes: TransformCodes | None) -> float:
+    """Bits per K or V element of history rows, scales and offsets counted; those of `PLAIN_DTYPE` without codes."""
+    if codes is None:
+        return 8.0 * jnp.dtype(PLAIN_DTYPE).itemsize
+    return (codes.key.row_bits + codes.value.row_bits) / (2 * codes.head_dim)
 
 
 def _padded(tokens: np.ndarray, chunk: int) -> tuple[np.ndarray, np.ndarray]:
@@ -143,24 +155,30 @@ def summarize(scores: Mapping[str, Scores], *, first: int) -> dict[str, dict[str
 
     Returns:
         By arm `kl_mean`, `kl_median`, `kl_p99` (nats), `kl_standard_error` (of blocks of `BIN` positions),
-        `ppl`, `dppl_percent`, `top1` (share), `cache_bytes`, `bits_per_element` and `kl_by_position` (means over `BIN`
-        positions from each `position` on).
+        `ppl`, `dppl_percent` (change of perplexity), `top1` (share), `cache_bytes`, `bits_per_element`,
+        `history_bits_per_element` and `kl_by_position` (means over `BIN` positions from each `position` on).
+        `kl_interval` and `dppl_percent_interval` are paired bootstrap intervals over those blocks (`paired.bootstrap`,
+        seed 0), None for a single block.
     """
-    base_nll = scores[BASELINE].nll.mean()
+    base = scores[BASELINE].nll
     arms = {}
     for name, arm in scores.items():
         starts = range(0, arm.kl.shape[1], BIN)
         blocks = np.array([arm.kl[:, i : i + BIN].mean(1) for i in starts])
+        change = paired.bootstrap(*paired.blocks(arm.nll - base, BIN))
         arms[name] = {
             "kl_mean": float(arm.kl.mean()),
             "kl_standard_error": float(blocks.std(ddof=1) / np.sqrt(blocks.size)) if blocks.size > 1 else None,
+            "kl_interval": paired.bootstrap(*paired.blocks(arm.kl, BIN)),
             "kl_median": float(np.median(arm.kl)),
             "kl_p99": float(np.quantile(arm.kl, 0.99)),
             "ppl": float(np.exp(arm.nll.mean())),
-            "dppl_percent": float(100 * np.expm1(arm.nll.mean() - base_nll)),
+            "dppl_percent": float(100 * np.expm1(arm.nll.mean() - base.mean())),
+            "dppl_percent_interval": None if change is None else tuple(float(100 * np.expm1(x)) for x in change),
             "top1": float(arm.agrees.mean()),
             "cache_bytes": arm.cache_bytes,
             "bits_per_element": arm.bits_per_element,
+            "history_bits_per_element": arm.history_bits_per_element,
             "kl_by_position": {"position": [first + i for i in starts], "kl": [float(x) for x in blocks.mean(1)]},
         }
     return arms
@@ -212,62 +230,82 @@ def evaluate(
     }
 
 
-def table(arms: Mapping[str, Mapping[str, Any]]) -> str:
-    """The report's arms for people."""
-    rows = [("arm", "KL (nats)", "KL p99", "ppl", "change", "top-1", "cache MB", "bits/element")]
+def rows(arms: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """The report's arms for people, the header first."""
+    header = ("arm", "KL (nats)", "KL p99", "ppl", "change", "95 % interval", "top-1", "cache MB", "bits/element")
+    cells = [(*header, "of history")]
     for name, arm in arms.items():
-        rows.append(
+        interval = arm["dppl_percent_interval"]
+        cells.append(
             (
                 name,
                 f"{arm['kl_mean']:.4f}",
                 f"{arm['kl_p99']:.3f}",
                 f"{arm['ppl']:.2f}",
                 f"{arm['dppl_percent']:+.1f} %",
+                "-" if interval is None else f"{interval[0]:+.1f} .. {interval[1]:+.1f}",
                 f"{100 * arm['top1']:.1f} %",
                 f"{arm['cache_bytes'] / 1e6:.2f}",
                 f"{arm['bits_per_element']:.2f}",
+                f"{arm['history_bits_per_element']:.3f}",
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+    return cells
+
+
+def table(arms: Mapping[str, Mapping[str, Any]]) -> str:
+    """`rows` in aligned columns."""
+    return reports.aligned(rows(arms))
 
 
 def run(args: argparse.Namespace) -> int:
     """`oscar-jax evaluate`."""
+    if args.out:
+        reports.require_matplotlib("--out")
     model = load(args.model)
     encode = calibrate.encoder(model)
     tiers = Tiers(sink=args.sink, recent=args.recent)
     text = corpus.heldout_text(encode, args.tokens, file=args.text, offset=args.offset, minimum=args.sequence)
+    arms, calibration = requested_arms(args, model)
+    found = evaluate(
+        model, arms, text, sequence=args.sequence, tiers=tiers, implementation=args.implementation, chunk=args.chunk
+    )
+    found["calibration"] = calibration
+    print(table(found["arms"]), file=sys.stderr if args.json else sys.stdout)
+    if args.csv:
+        reports.write_text(Path(args.csv), reports.arms_csv(found["arms"]))
+    if args.out:
+        files = reports.write_evaluation(Path(args.out), found, table=rows(found["arms"]))
+        print(f"wrote {', '.join(map(str, files))}", file=sys.stderr)
+    if args.json:
+        print(json.dumps(found))
+    return 0
+
+
+def requested_arms(
+    args: argparse.Namespace, model: LoadedModel
+) -> tuple[dict[str, TransformCodes], dict[str, Any] | None]:
+    """Codes by arm, from `--artifact` and, calibrated here, `--recipes`; and what was calibrated on.
+
+    Raises:
+        ValueError: neither was given.
+    """
     arms: dict[str, TransformCodes] = {}
     for path in args.artifact:
         codes, manifest = artifact.load(path, model=model.identity)
         arms[_unused(manifest.recipe, arms)] = codes
     recipes = [name for name in args.recipes if name != BASELINE]
-    calibration = None
-    if recipes:
-        files = [args.calibrate_on] if args.calibrate_on else []
-        source = corpus.calibration_text(encode, args.calibration_tokens, files=files)
-        fitted = calibrate.calibrate(
-            model, source, recipes, sequence=args.calibration_sequence, max_position=args.max_position
-        )
-        arms |= {name: codes for name, (codes, _) in fitted.items()}
-        calibration = {"text": source.description, "text_sha256": source.sha256, "tokens": len(source.tokens)}
-    if not arms:
+    if not recipes and not arms:
         raise ValueError("nothing to evaluate: give --recipes, such as oscar-reference,default, or --artifact.")
-    report = evaluate(
-        model, arms, text, sequence=args.sequence, tiers=tiers, implementation=args.implementation, chunk=args.chunk
+    if not recipes:
+        return arms, None
+    files = [args.calibrate_on] if args.calibrate_on else []
+    source = corpus.calibration_text(calibrate.encoder(model), args.calibration_tokens, files=files)
+    fitted = calibrate.calibrate(
+        model, source, recipes, sequence=args.calibration_sequence, max_position=args.max_position
     )
-    report["calibration"] = calibration
-    print(table(report["arms"]), file=sys.stderr if args.json else sys.stdout)
-    if args.json:
-        print(json.dumps(report))
-    return 0
+    arms |= {name: codes for name, (codes, _) in fitted.items()}
+    return arms, {"text": source.description, "text_sha256": source.sha256, "tokens": len(source.tokens)}
 
 
 def _unused(name: str, taken: Mapping[str, Any] | Sequence[str]) -> str:

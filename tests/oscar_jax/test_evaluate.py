@@ -89,7 +89,13 @@ def test_the_report_repeats_from_its_fields(tiny, arms, heldout):
         bins = arm["kl_by_position"]
         assert bins["position"][0] == 104
         assert len(bins["position"]) == len(bins["kl"])
+        if arm is not report["arms"]["bf16"]:
+            assert arm["kl_interval"][0] < arm["kl_mean"] < arm["kl_interval"][1]
+            assert arm["dppl_percent_interval"][0] < arm["dppl_percent"] < arm["dppl_percent_interval"][1]
     assert report["arms"]["bf16"]["dppl_percent"] == 0
+    assert report["arms"]["bf16"]["dppl_percent_interval"] == (0, 0)
+    history = {name: arm["history_bits_per_element"] for name, arm in report["arms"].items()}
+    assert history == {"bf16": 16, "naive": 2 + 32 / 16, "default": 2 + 16 / 16}
     json.dumps(report)
     assert "default" in evaluate.table(report["arms"])
 
@@ -113,8 +119,11 @@ def test_the_command_runs_recipes_and_artifacts_side_by_side(tiny, tiny_folder, 
     windows = ["--sink", 8, "--recent", 32, "--json"]
     calibrated = ["--calibrate-on", tiny_text / "calibration.txt", "--calibration-tokens", 800]
     saved = ["--artifact", tmp_path / "saved", "--artifact", tmp_path / "saved"]
-    assert run("evaluate", *common, *windows, *calibrated, "--recipes", "bf16,hadamard", *saved) == 0
+    written = ["--csv", tmp_path / "arms.csv", "--out", tmp_path / "out"]
+    assert run("evaluate", *common, *windows, *calibrated, "--recipes", "bf16,hadamard", *saved, *written) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert json.loads((tmp_path / "out" / "report.json").read_text()) == report
+    assert (tmp_path / "arms.csv").read_text() == (tmp_path / "out" / "arms.csv").read_text()
     assert list(report["arms"]) == ["bf16", "default", "default-2", "hadamard"]
     assert report["arms"]["default"]["kl_mean"] == report["arms"]["default-2"]["kl_mean"]
     assert run("evaluate", *common, *windows) == 2

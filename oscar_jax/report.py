@@ -1,0 +1,190 @@
+"""Evaluation reports as files: CSV, plots, and one HTML page that opens without a network.
+
+matplotlib is the optional `plot` extra; it is imported only by what draws.
+"""
+
+from __future__ import annotations
+
+import csv
+import html
+import importlib.util
+import io
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Arms = Mapping[str, Mapping[str, Any]]
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }
+table { border-collapse: collapse; margin: 1em 0 }
+th, td { padding: .2em .8em; border-bottom: 1px solid #ddd; text-align: right; vertical-align: top }
+th:first-child, td:first-child { text-align: left }
+svg { max-width: 100%; height: auto }
+"""
+
+
+def require_matplotlib(option: str) -> None:
+    """Raises ValueError, naming the option that needs it, where matplotlib is absent."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(f"{option} draws plots, and matplotlib is not installed; run pip install 'oscar-jax[plot]'.")
+
+
+def kl_by_position(arms: Arms, *, title: str = "") -> Figure:
+    """A line an arm: mean KL from the baseline over bins of positions, logarithmic."""
+    figure, axes = new_figure()
+    for name, arm in _measured(arms).items():
+        by_position = arm["kl_by_position"]
+        label = f"{name}: {arm['kl_mean']:.4f} nats, {arm['bits_per_element']:.2f} bits/element"
+        axes.plot(by_position["position"], by_position["kl"], label=label)
+    axes.set(xlabel="position (tokens)", ylabel="KL to the bf16 cache (nats)", yscale="log", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
+
+
+def kl_by_bits(arms: Arms, *, title: str = "") -> Figure:
+    """A point an arm: mean KL, with its interval, against bits per element of the history alone."""
+    figure, axes = new_figure()
+    for name, arm in _measured(arms).items():
+        bits, kl = arm["history_bits_per_element"], arm["kl_mean"]
+        low, high = arm["kl_interval"] or (kl, kl)
+        axes.errorbar([bits], [kl], yerr=[[max(kl - low, 0)], [max(high - kl, 0)]], fmt="o", capsize=3)
+        axes.annotate(name, (bits, kl), xytext=(6, 4), textcoords="offset points")
+    axes.set(xlabel="bits per element of the history", ylabel="KL to the bf16 cache (nats)", yscale="log", title=title)
+    axes.margins(x=0.2)
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def new_figure(width: float = 8, height: float = 4.5) -> tuple[Figure, Any]:
+    """A figure that belongs to no window system, and its axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots()
+
+
+def svg(figure: Figure) -> str:
+    """The figure as an `<svg>` element; equal figures give equal text."""
+    import matplotlib
+
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "oscar-jax"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
+
+
+def arms_csv(arms: Arms) -> str:
+    """One row an arm, its scalar results; an interval becomes the columns `_low` and `_high`."""
+    rows: list[dict[str, Any]] = []
+    for name, arm in arms.items():
+        row: dict[str, Any] = {"arm": name}
+        for key, value in arm.items():
+            if key.endswith("_interval"):
+                row[f"{key}_low"], row[f"{key}_high"] = value or (None, None)
+            elif value is None or isinstance(value, int | float | str):
+                row[key] = value
+        rows.append(row)
+    return _csv(list(dict.fromkeys(key for row in rows for key in row)), rows)
+
+
+def positions_csv(arms: Arms) -> str:
+    """One row a bin of positions: its first position, and the mean KL of each arm."""
+    columns = {name: arm["kl_by_position"] for name, arm in _measured(arms).items()}
+    if not columns:
+        return _csv(["position"], [])
+    positions = next(iter(columns.values()))["position"]
+    rows = [
+        {"position": position} | {name: column["kl"][i] for name, column in columns.items()}
+        for i, position in enumerate(positions)
+    ]
+    return _csv(["position", *columns], rows)
+
+
+def page(title: str, *, tables: Mapping[str, Sequence[Sequence[str]]], figures: Mapping[str, str], report: Any) -> str:
+    """One HTML page with everything inside: no script, no font and no picture from elsewhere.
+
+    Args:
+        tables: rows of cells by heading, the first row the header.
+        figures: SVG elements by heading.
+        report: shown whole as JSON at the end.
+    """
+    parts = [
+        f'<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{html.escape(title)}</title>',
+        f"<style>{_STYLE}</style>\n<h1>{html.escape(title)}</h1>",
+    ]
+    for heading, rows in tables.items():
+        body = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows[1:]]
+        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in rows[0])
+        lines = "\n".join(f"<tr>{cells}</tr>" for cells in (head, *body))
+        parts.append(f"<h2>{html.escape(heading)}</h2>\n<table>\n{lines}\n</table>")
+    parts += [f"<h2>{html.escape(heading)}</h2>\n{element}" for heading, element in figures.items()]
+    text = html.escape(json.dumps(report, indent=1))
+    parts.append(f"<details><summary>The whole report</summary><pre>{text}</pre></details>\n</html>")
+    return "\n".join(parts) + "\n"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A table as text, the first row its header: first column to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8", newline="")
+    os.replace(temporary, path)
+
+
+def write_evaluation(folder: Path, report: Mapping[str, Any], *, table: Sequence[Sequence[str]]) -> list[Path]:
+    """`report.json`, `arms.csv`, `positions.csv`, the plots as SVG, and `report.html` of an evaluation.
+
+    Args:
+        report: of `evaluate.evaluate`.
+        table: its arms for people, the header first.
+
+    Returns:
+        The files.
+    """
+    arms, title = report["arms"], f"{report['model']}, {report['text']}"
+    figures = {"KL by position": kl_by_position(arms), "KL against bits": kl_by_bits(arms)}
+    drawn = {heading: svg(figure) for heading, figure in figures.items()}
+    files = {
+        "report.json": json.dumps(report, indent=1) + "\n",
+        "arms.csv": arms_csv(arms),
+        "positions.csv": positions_csv(arms),
+        "kl_by_position.svg": drawn["KL by position"],
+        "kl_by_bits.svg": drawn["KL against bits"],
+        "report.html": page(title, tables={"Arms": table}, figures=drawn, report=report),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        write_text(folder / name, text)
+    return [folder / name for name in files]
+
+
+def _measured(arms: Arms) -> dict[str, Mapping[str, Any]]:
+    """The arms that differ from the baseline, whose KL is zero and has no place on a logarithmic axis."""
+    return {name: arm for name, arm in arms.items() if arm["kl_mean"] > 0}
+
+
+def _csv(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    buffer = io.StringIO(newline="")
+    writer = csv.DictWriter(buffer, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return buffer.getvalue()
