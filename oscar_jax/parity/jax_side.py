@@ -27,6 +27,9 @@ from pallas_kernels.transform_code import TransformCode, TransformCodes
 
 Operation = Callable[[Case], Outputs]
 
+# Page order of keys and values that each backend wants.
+TOKENS_LAST = {"xla": (False, False), "triton": (False, True), "tpu": (True, True)}
+
 
 def xla_operations() -> dict[str, Operation]:
     """What the definition in XLA does."""
@@ -61,7 +64,7 @@ def pallas_operations(backend: str) -> dict[str, Operation]:
             continue
         kernel = functools.partial(getattr(module, function), interpret=interpret)
         keyword = "kernel" if operation == "attention" else "write"
-        options: dict[str, Any] = {keyword: kernel, "tokens_last": backend == "triton"}
+        options: dict[str, Any] = {keyword: kernel, "tokens_last": TOKENS_LAST[backend]}
         if operation == "attention":
             options["interpret"] = interpret
         operations[operation] = functools.partial(build, **options)
@@ -104,17 +107,20 @@ def rotations(case: Case) -> Outputs:
     return outputs | {"hadamard": linalg.hadamard(dim), "bit_reversal": linalg.bit_reversal(dim)}
 
 
-def demotion(case: Case, *, write: Callable, tokens_last: bool = False) -> Outputs:
+def demotion(case: Case, *, write: Callable, tokens_last: tuple[bool, bool] = TOKENS_LAST["xla"]) -> Outputs:
     """History ends, or pages after a write."""
     if "positions" in case.inputs:
-        if tokens_last:
+        if any(tokens_last):
             raise NotImplementedError("tier boundaries are the same function in every kernel")
         positions = jnp.asarray(case.inputs["positions"])
         return {"history_end": np.stack([Tiers(*size).history_end(positions) for size in case.meta["tiers"]])}
     codes, tiers = _codes(case), Tiers(*case.meta["tiers"])
     pool = case.meta["pool"]
     history = History(
-        *(_empty(code, pool, tiers.page, last) for code, last in ((codes.key, False), (codes.value, tokens_last)))
+        *(
+            _empty(code, pool, tiers.page, last)
+            for code, last in zip((codes.key, codes.value), tokens_last, strict=True)
+        )
     )
     rows = len(case.inputs["k"])
     run = _compiled(functools.partial(write, tiers=tiers))
@@ -131,13 +137,15 @@ def demotion(case: Case, *, write: Callable, tokens_last: bool = False) -> Outpu
     return _page_arrays(history)
 
 
-def attend(case: Case, *, kernel: Callable, tokens_last: bool = False, interpret: bool = False) -> Outputs:
+def attend(
+    case: Case, *, kernel: Callable, tokens_last: tuple[bool, bool] = TOKENS_LAST["xla"], interpret: bool = False
+) -> Outputs:
     meta, arrays = case.meta, case.inputs
     if interpret and not meta["tiers"][0]:
         raise NotImplementedError("Pallas' interpreter takes no array without elements, and there are no sinks")
     codes, tiers = _codes(case), Tiers(*meta["tiers"])
-    key, value = (_pages(case, side) for side in ("key", "value"))
-    history = History(key, value.laid_out(tokens_last=tokens_last))
+    sides = [_pages(case, side).laid_out(tokens_last=x) for side, x in zip(("key", "value"), tokens_last, strict=True)]
+    history = History(sides[0], sides[1])
     plain = [stored(jnp.asarray(arrays[tier][None])) for tier in ("sink_k", "sink_v", "recent_k", "recent_v")]
     sinks = arrays.get("sink_logits")
     run = _compiled(functools.partial(kernel, tiers=tiers, spec=AttentionSpec(meta["scale"], meta["softcap"])))
