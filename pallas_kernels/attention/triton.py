@@ -567,7 +567,9 @@ def _prepare(layer_ref, q_ref, decode_ref, mu_ref, *refs, plan: _Plan, here, thi
 
     def total(factors: tuple[int, ...]):
         """Sum of whole numbers, each times its plane's factor: exact."""
-        factor = functools.reduce(lambda x, i: jnp.where(slots.plane == i, factors[i], x), range(1, PLANES), factors[0])
+        factor = jnp.full_like(slots.plane, factors[0])
+        for i in range(1, PLANES):
+            factor = jnp.where(slots.plane == i, factors[i], factor)
         bias = _wrapped(plan.key_block * sum(factors) * (MAGIC_BITS + BYTES_BIAS))
         return (jnp.sum(fixed * factor[None, :], axis=1, dtype=jnp.int32) - bias).astype(jnp.float32) * unit
 
@@ -985,5 +987,5 @@ def _finish(
     output = jnp.where(empty, 0.0, 1 / jnp.where(empty, 1.0, denominator))[None, :] * output
     token = jnp.where(rows.real, rows.token, plan.tokens)  # what is masked must not name a place twice: interpreter
     at = _at(out_ref, batch, token[None, :], query_head[None, :], d[:, None])
-    mask = _both(rows.real[None, :], known)
+    mask = rows.real[None, :] if known is None else rows.real[None, :] & known
     plgpu.store(at, output.astype(out_ref.dtype), mask=jnp.broadcast_to(mask, output.shape))
