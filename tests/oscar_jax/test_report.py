@@ -39,7 +39,9 @@ class _Page(HTMLParser):
         self.tags.append(tag)
         if tag not in ("meta", "br", "link"):
             self.open.append(tag)
-        self.fetched += [value for name, value in attrs if name in ("src", "href", "xlink:href") and value[:1] != "#"]
+        self.fetched += [
+            value for name, value in attrs if name in ("src", "href", "xlink:href") and not str(value).startswith("#")
+        ]
 
     def handle_startendtag(self, tag, attrs):
         self.handle_starttag(tag, attrs)

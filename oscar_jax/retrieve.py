@@ -1,0 +1,261 @@
+"""`oscar-jax retrieve`: what a 2-bit cache still finds in a long prompt, beside the plain cache on the same samples.
+
+A sample's answer is scored by its log-probability and by whether greedy decoding would write it: it would exactly if
+every token of the answer is the most likely one after those before it. What a query reads depends on its position
+only, so one pass over prompt and answer through the real cache gives both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from calib import artifact
+from oscar_jax import calibrate, corpus, paired
+from oscar_jax import report as reports
+from oscar_jax.evaluate import BASELINE, CHUNK, PLAIN_DTYPE, requested_arms
+from oscar_jax.longcontext import WITHOUT_DEPTH, Haystack, Sample, make_sample
+from oscar_jax.models import LoadedModel, load
+from oscar_jax.step import Step, cache_config, make_step
+from pallas_kernels.tiers import Tiers
+from pallas_kernels.transform_code import TransformCodes
+
+BATCH = 4
+HAYSTACK_CHARACTERS = 4_000_000  # more would only take longer to tokenize
+
+
+class Score(NamedTuple):
+    """Of one sample in one arm.
+
+    Attributes:
+        exact: greedy decoding writes the answer.
+        log_probability: of the whole answer, nats.
+    """
+
+    exact: bool
+    log_probability: float
+
+
+def make_samples(
+    haystack: Haystack,
+    tasks: Sequence[str],
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    *,
+    samples: int,
+    tiers: Tiers,
+    seed: int = 0,
+) -> list[Sample]:
+    """`samples` of each task, length and depth; of list tasks of each length. Numbers differ between depths."""
+    made = []
+    for task in tasks:
+        for length in lengths:
+            places = [0.0] if task in WITHOUT_DEPTH else depths
+            made += [
+                make_sample(task, haystack, length=length, depth=depth, tiers=tiers, seed=seed, index=number)
+                for number, depth in enumerate(depth for depth in places for _ in range(samples))
+            ]
+    return made
+
+
+def score(
+    model: LoadedModel,
+    codes: TransformCodes | None,
+    samples: Sequence[Sample],
+    *,
+    tiers: Tiers,
+    batch: int = BATCH,
+    chunk: int = CHUNK,
+    implementation: str | None = None,
+    progress: bool = True,
+    description: str = "retrieving",
+) -> list[Score]:
+    """Scores of the samples through one arm's cache.
+
+    Args:
+        codes: None is the plain cache.
+        batch: sequences at once, all of one length. chunk: tokens of a call.
+
+    Raises:
+        ValueError: a sample longer than the model's context.
+    """
+    longest = max(len(sample.tokens) for sample in samples)
+    if longest > model.config.max_position:
+        raise ValueError(f"length={longest}: the model's context is {model.config.max_position}; use a shorter one.")
+    if codes is None:
+        tiers, implementation = dataclasses.replace(tiers, recent=max(tiers.recent, longest - tiers.sink)), None
+    config = cache_config(
+        model.config, max_length=longest, tiers=tiers, plain_dtype=PLAIN_DTYPE, batch=batch,
+        implementation=implementation,
+    )  # fmt: skip
+    step = make_step(model.decoder, config, codes)
+    answer = max(sample.answer_tokens for sample in samples)
+    by_length: dict[int, list[int]] = {}
+    for i, sample in enumerate(samples):
+        by_length.setdefault(len(sample.tokens), []).append(i)
+    groups = [indices[i : i + batch] for indices in by_length.values() for i in range(0, len(indices), batch)]
+    scores: dict[int, Score] = {}
+    for group in tqdm(groups, desc=description, unit="batch", disable=not progress, file=sys.stderr):
+        rows = np.stack([samples[i].tokens for i in group])
+        rows = np.concatenate([rows, np.repeat(rows[-1:], batch - len(group), axis=0)])
+        right, log_p = _answers(step, rows, answer, chunk)
+        for row, i in enumerate(group):
+            own = samples[i].answer_tokens
+            scores[i] = Score(bool(right[row, -own:].all()), float(log_p[row, -own:].sum(dtype=np.float64)))
+    return [scores[i] for i in range(len(samples))]
+
+
+def _answers(step: Step, rows: np.ndarray, answer: int, chunk: int) -> tuple[np.ndarray, np.ndarray]:
+    """Whether each of the last `answer` tokens is the most likely one, and its log-probability, `[B, answer]`."""
+    cache, length = step.init(), rows.shape[1]
+    first = length - 1 - answer  # the query that predicts the first of them
+    kept = []
+    for start in range(0, length, chunk):
+        tokens = rows[:, start : start + chunk]
+        counts = np.full(len(rows), tokens.shape[1], np.int32)
+        hidden, cache = step(cache, np.pad(tokens, ((0, 0), (0, chunk - tokens.shape[1]))), counts, output="hidden")
+        if start + chunk > first:
+            kept.append(hidden[:, max(first - start, 0) : length - start])
+    hidden = jnp.concatenate(kept, axis=1)[:, :answer]
+    right, log_p = _judge(step.decoder, hidden, jnp.asarray(rows[:, -answer:]))
+    return np.asarray(right), np.asarray(log_p)
+
+
+@jax.jit
+def _judge(decoder, hidden, targets):
+    log_p = jax.nn.log_softmax(decoder.logits(hidden), axis=-1)
+    return log_p.argmax(-1) == targets, jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
+
+
+def summarize(
+    samples: Sequence[Sample], scores: Mapping[str, Sequence[Score]], *, tiers: Tiers
+) -> dict[str, list[dict[str, Any]]]:
+    """The report's `cells` and `pairs`.
+
+    Returns:
+        `cells`: for each arm, task, length and depth `samples`, `exact` (share), `log_probability` (mean of a whole
+        answer, nats) and `in_history` (share of samples whose facts are all 2-bit in the arms that have codes; None for
+        list tasks). `pairs`: for each arm but the baseline, task and length `samples`, `exact` and `baseline_exact`,
+        `difference_points`, `mcnemar_p`, and `log_probability_change` with its paired bootstrap interval.
+    """
+    cells, pairs = [], []
+    history = [sample.in_history(tiers) for sample in samples]
+    base = scores[BASELINE]
+    for arm, found in scores.items():
+        for key, indices in _grouped(samples, lambda sample: (sample.task, len(sample.tokens), sample.depth)).items():
+            task, length, depth = key
+            inside = [each for i in indices if (each := history[i]) is not None]
+            cells.append(
+                {
+                    "arm": arm,
+                    "task": task,
+                    "length": length,
+                    "depth": depth,
+                    "samples": len(indices),
+                    "exact": float(np.mean([found[i].exact for i in indices])),
+                    "log_probability": float(np.mean([found[i].log_probability for i in indices])),
+                    "in_history": float(np.mean(inside)) if inside else None,
+                }
+            )
+        if arm == BASELINE:
+            continue
+        for (task, length), indices in _grouped(samples, lambda sample: (sample.task, len(sample.tokens))).items():
+            ours, theirs = (np.asarray([each[i].exact for i in indices]) for each in (found, base))
+            change = np.asarray([found[i].log_probability - base[i].log_probability for i in indices])
+            pairs.append(
+                {
+                    "arm": arm,
+                    "task": task,
+                    "length": length,
+                    "samples": len(indices),
+                    "exact": float(ours.mean()),
+                    "baseline_exact": float(theirs.mean()),
+                    "difference_points": float(100 * (ours.mean() - theirs.mean())),
+                    "mcnemar_p": paired.mcnemar(ours, theirs),
+                    "log_probability_change": float(change.mean()),
+                    "log_probability_change_interval": paired.bootstrap(change, np.ones(len(change))),
+                }
+            )
+    return {"cells": cells, "pairs": pairs}
+
+
+def _grouped(samples: Sequence[Sample], key) -> dict[Any, list[int]]:
+    groups: dict[Any, list[int]] = {}
+    for i, sample in enumerate(samples):
+        groups.setdefault(key(sample), []).append(i)
+    return groups
+
+
+def rows(pairs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """The report's pairs for people, the header first."""
+    cells = [("task", "tokens", "arm", "exact", "bf16", "points", "McNemar p", "log-prob. change", "95 % interval")]
+    for pair in pairs:
+        interval = pair["log_probability_change_interval"]
+        cells.append(
+            (
+                pair["task"],
+                str(pair["length"]),
+                pair["arm"],
+                f"{100 * pair['exact']:.1f} %",
+                f"{100 * pair['baseline_exact']:.1f} %",
+                f"{pair['difference_points']:+.1f}",
+                f"{pair['mcnemar_p']:.3f}",
+                f"{pair['log_probability_change']:+.3f}",
+                "-" if interval is None else f"{interval[0]:+.3f} .. {interval[1]:+.3f}",
+            )
+        )
+    return cells
+
+
+def run(args: argparse.Namespace) -> int:
+    """`oscar-jax retrieve`."""
+    begin = time.perf_counter()
+    model = load(args.model)
+    if max(args.length) > model.config.max_position:
+        raise ValueError(
+            f"length={max(args.length)}: the model's context is {model.config.max_position}; use a shorter one."
+        )
+    tiers = Tiers(sink=args.sink, recent=args.recent)
+    encode = calibrate.encoder(model)
+    if args.haystack:
+        text, source = corpus.read_text(args.haystack), str(args.haystack)
+    else:
+        text, source = "\n\n".join(corpus.wiki_summaries("heldout")), "held-out Wikipedia summaries"
+    haystack = Haystack(text[:HAYSTACK_CHARACTERS], encode)
+    samples = make_samples(
+        haystack, args.tasks, args.length, args.depths, samples=args.samples, tiers=tiers, seed=args.seed
+    )
+    arms, calibration = requested_arms(args, model)
+    scores = {
+        name: score(
+            model, codes, samples, tiers=tiers, batch=args.batch, implementation=args.implementation, description=name
+        )
+        for name, codes in {BASELINE: None, **arms}.items()
+    }
+    found = {
+        **summarize(samples, scores, tiers=tiers),
+        "model": model.identity.model_id,
+        "haystack": source,
+        "seed": args.seed,
+        "calibration": calibration,
+        **dataclasses.asdict(tiers),
+        "seconds": time.perf_counter() - begin,
+        "versions": artifact.package_versions(),
+    }
+    print(reports.aligned(rows(found["pairs"])), file=sys.stderr if args.json else sys.stdout)
+    if args.out:
+        reports.write_text(Path(args.out), json.dumps(found, indent=1) + "\n")
+    if args.json:
+        print(json.dumps(found))
+    return 0

@@ -1,0 +1,98 @@
+"""Retrieval through the real cache on a tiny model."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from calib import artifact
+from oscar_jax import calibrate as calibration
+from oscar_jax import cli, corpus, retrieve
+from oscar_jax.longcontext import Haystack, make_sample
+from oscar_jax.models import plain_attention
+from oscar_jax.retrieve import Score
+from pallas_kernels.tiers import Tiers
+
+TIERS = Tiers(sink=8, recent=64, group=8, page=16)
+LENGTH = 300
+
+
+@pytest.fixture(scope="module")
+def codes(tiny):
+    text = corpus.TokenText.of(np.arange(100) % 250, "any")
+    return calibration.calibrate(tiny, text, ["naive"], progress=False)["naive"].codes
+
+
+@pytest.fixture(scope="module")
+def samples(tiny, tiny_text):
+    text = re.sub(r"(\S+ \S+ \S+) ", r"\1. ", (tiny_text / "heldout.txt").read_text())
+    haystack = Haystack(text, calibration.encoder(tiny))
+    return [make_sample("quote", haystack, length=LENGTH, depth=0.3, tiers=TIERS, seed=0, index=i) for i in range(3)]
+
+
+def greedy(tiny, prompt, tokens):
+    row = list(prompt)
+    for _ in range(tokens):
+        padded = jnp.asarray([row + [0] * (LENGTH - len(row))])
+        row.append(int(_logits(tiny.decoder, padded)[0, len(row) - 1].argmax()))
+    return row
+
+
+@jax.jit
+def _logits(decoder, tokens):
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return decoder.logits(decoder(tokens, positions, plain_attention(decoder.config), None)[0])
+
+
+def test_scores_are_those_of_a_forward_and_exact_is_what_greedy_decoding_writes(tiny, samples):
+    """The last of a batch that is not full has the model's own continuation as its answer."""
+    prompt = samples[2].tokens[: -samples[2].answer_tokens]
+    own = greedy(tiny, prompt.tolist(), samples[2].answer_tokens)
+    made = [*samples[:2], dataclasses.replace(samples[2], tokens=np.asarray(own, np.int32))]
+    scores = retrieve.score(tiny, None, made, tiers=TIERS, batch=2, chunk=128, progress=False)
+    assert [score.exact for score in scores] == [False, False, True]
+    for sample, score in zip(made, scores, strict=True):
+        log_p = np.asarray(jax.nn.log_softmax(_logits(tiny.decoder, jnp.asarray(sample.tokens[None])), axis=-1))[0]
+        places = np.arange(LENGTH - sample.answer_tokens, LENGTH)
+        assert score.log_probability == pytest.approx(log_p[places - 1, sample.tokens[places]].sum(), abs=0.2)
+
+
+def test_the_report_pairs_arms_on_the_same_samples(samples):
+    made = [samples[0]] * 9
+    base = [Score(True, -1.0)] * 9
+    worse = [Score(i < 1, -3.0) for i in range(9)]
+    found = retrieve.summarize(made, {"bf16": base, "naive": worse}, tiers=TIERS)
+    [pair] = found["pairs"]
+    assert (pair["arm"], pair["task"], pair["length"], pair["samples"]) == ("naive", "quote", LENGTH, 9)
+    assert pair["difference_points"] == pytest.approx(-800 / 9)
+    assert pair["mcnemar_p"] == 2 / 2**8
+    assert pair["log_probability_change"] == -2
+    assert pair["log_probability_change_interval"] == (-2, -2)
+    assert [cell["arm"] for cell in found["cells"]] == ["bf16", "naive"]
+    assert [cell["in_history"] for cell in found["cells"]] == [1, 1]
+
+
+def test_the_command(tiny, tiny_folder, tiny_text, codes, tmp_path, capsys):
+    artifact.save(tmp_path / "saved", codes, artifact.Manifest(recipe="naive", model=tiny.identity))
+    common = ["retrieve", "--model", tiny_folder, "--artifact", tmp_path / "saved", "--haystack"]
+    common += [tiny_text / "heldout.txt", "--depths", "0,1", "--samples", 1, "--sink", 8, "--recent", 64]
+    out = ["--length", 600, "--batch", 2, "--out", tmp_path / "report.json", "--json"]
+    assert cli.main([str(each) for each in [*common, *out]]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert json.loads((tmp_path / "report.json").read_text()) == report
+    assert [(cell["arm"], cell["depth"]) for cell in report["cells"]] == [
+        ("bf16", 0.0),
+        ("bf16", 1.0),
+        ("naive", 0.0),
+        ("naive", 1.0),
+    ]
+    [pair] = report["pairs"]
+    assert pair["log_probability_change"] != 0
+    assert cli.main([str(each) for each in [*common, "--length", 900]]) == 2
+    assert "length=900: the model's context is 768" in capsys.readouterr().err
+    assert cli.main([str(each) for each in [*common, "--length", 600, "--tasks", "poem"]]) == 2
+    assert "task 'poem' is unknown" in capsys.readouterr().err
