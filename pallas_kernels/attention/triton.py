@@ -42,7 +42,6 @@ FULL = 32000.0  # largest fixed-point number: 16 bits with headroom for the borr
 TINY = 1e-30
 MAGIC = 1.5 * 2.0**23
 MAGIC_BITS = 0x4B400000
-JOINED = 257 * MAGIC
 BYTES_BIAS = 128
 LOG2E = math.log2(math.e)
 PLANES = codec.PLANES
@@ -475,12 +474,13 @@ def _wrapped(x: int) -> np.int32:
 def _join_bytes(plan: _Plan, x: jax.Array, unit: jax.Array, add: jax.Array) -> jax.Array:
     """fp32 `[n, R]` of `unit (256 high + low) + add`, from neighbouring int32 sums that `_integers` made, `[n, 2 R]`.
 
-    The sums are read as the floats that their bits are, 1.5 2^23 larger: `add` comes with `JOINED unit` taken away.
+    The sums are read as the floats that their bits are, 1.5 2^23 larger. `add` comes with that taken away for the low
+    ones, `MAGIC unit`, a rounding of less than one unit; for the high ones it would be one of two hundred.
     """
     bits = lax.bitcast_convert_type(x, jnp.float32).reshape(x.shape[0], x.shape[1] // 2, 2)
     low, high = (y.reshape(y.shape[:2]) for y in lax.split(bits, (1, 1), axis=2))
     unit = unit[None, :]
-    return _fma(plan, high, 256 * unit, _fma(plan, low, unit, add))
+    return _fma(plan, high - MAGIC, 256 * unit, _fma(plan, low, unit, add))
 
 
 def _begin(
@@ -783,7 +783,7 @@ def _attend_history(
         product = _integers([(_plane(plan, key, i), query[i]) for i in range(PLANES)], contract=1)
         key_scale, value_scale = column(at.key_scale), column(at.value_scale)
         masks = [None] * parts if mask is None else split(mask)
-        constant, logits = numbers.constant - JOINED * numbers.unit, []
+        constant, logits = numbers.constant - MAGIC * numbers.unit, []
         for i, x in enumerate(split(product)):
             x = _join_bytes(plan, x, numbers.unit, constant[None, :]) * key_scale[i]
             if at.key_offset is not None:
@@ -822,7 +822,7 @@ def _attend_history(
             return _fma(plan, (new - _wrapped(bits)).astype(jnp.float32) if bits else new, unit, old * rescale)
 
         value = packed(value_ref, at, plan.value_block, plan.value_bytes, tokens_last=True)
-        carried = rescale[None, :], (-JOINED * unit)[None, :]
+        carried = rescale[None, :], (-MAGIC * unit)[None, :]
         return _State(
             maximum,
             added(state.total, total),
