@@ -174,9 +174,16 @@ def init_cache(config: CacheConfig, codes: TransformCodes | None = None) -> KVCa
 
 
 def _init_history(config: CacheConfig, codes: TransformCodes, pages: int) -> History:
-    # The GPU kernels want the tokens of a page of values next to each other; every other reader takes both orders.
-    tokens_last = dispatch.preferred(config.implementation) == "triton"
-    return init_history(codes, pages=pages, page=config.tiers.page, values_tokens_last=tokens_last)
+    # The GPU kernels want the tokens of a page of values next to each other, the TPU kernels those of keys too; every
+    # other reader takes both orders.
+    preferred = dispatch.preferred(config.implementation)
+    return init_history(
+        codes,
+        pages=pages,
+        page=config.tiers.page,
+        keys_tokens_last=preferred == "tpu",
+        values_tokens_last=preferred in ("triton", "tpu"),
+    )
 
 
 def _check_codes(config: CacheConfig, codes: TransformCodes) -> None:

@@ -12,7 +12,11 @@ from typing import Any
 _TABLE = MappingProxyType(
     {
         "attention": MappingProxyType(
-            {"triton": "pallas_kernels.attention.gpu:attend", "xla": "pallas_kernels.attention.xla:attend"}
+            {
+                "triton": "pallas_kernels.attention.gpu:attend",
+                "tpu": "pallas_kernels.attention.tpu:attend",
+                "xla": "pallas_kernels.attention.xla:attend",
+            }
         ),
         "write": MappingProxyType(
             {"triton": "pallas_kernels.write.triton:write", "xla": "pallas_kernels.write.xla:write"}
@@ -24,13 +28,10 @@ _TABLE = MappingProxyType(
     }
 )
 
-# Names that callers may ask for and what stands in their way.
-_ABSENT = MappingProxyType({"tpu": "the TPU kernels are not part of this version"})
-
 
 def implementations() -> tuple[str, ...]:
     """Names that `implementation=` takes."""
-    return (*_TABLE["attention"], *_ABSENT)
+    return tuple(_TABLE["attention"])
 
 
 def availability(operation: str = "attention") -> dict[str, str | None]:
@@ -42,7 +43,7 @@ def availability(operation: str = "attention") -> dict[str, str | None]:
             reasons[name] = None
         except (ImportError, NotImplementedError) as error:
             reasons[name] = str(error)
-    return reasons | _ABSENT
+    return reasons
 
 
 def preferred(implementation: str | Sequence[str] | None) -> str | None:
@@ -76,8 +77,6 @@ def call(operation: str, implementation: str | Sequence[str] | None, *args: Any,
 
 
 def _load(operation: str, name: str) -> Callable[..., Any]:
-    if name in _ABSENT:
-        raise NotImplementedError(_ABSENT[name])
     if name not in _TABLE[operation]:
         raise NotImplementedError("has none")
     path, _, function = _TABLE[operation][name].partition(":")

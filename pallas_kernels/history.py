@@ -69,7 +69,14 @@ class History:
     value: SidePages
 
 
-def init_history(codes: TransformCodes, *, pages: int, page: int, values_tokens_last: bool = False) -> History:
+def init_history(
+    codes: TransformCodes,
+    *,
+    pages: int,
+    page: int,
+    keys_tokens_last: bool = False,
+    values_tokens_last: bool = False,
+) -> History:
     """Empty pages for every layer of `codes`."""
 
     def side(code, tokens_last: bool) -> SidePages:
@@ -79,7 +86,7 @@ def init_history(codes: TransformCodes, *, pages: int, page: int, values_tokens_
         slots = jnp.zeros((*rows[:3], width, page) if tokens_last else (*rows, width), jnp.uint8)
         return SidePages(slots, scale, jnp.zeros_like(scale) if code.has_offset else None, tokens_last)
 
-    return History(side(codes.key, False), side(codes.value, values_tokens_last))
+    return History(side(codes.key, keys_tokens_last), side(codes.value, values_tokens_last))
 
 
 def bucket_tables(codes: TransformCodes, tiers: Tiers, length: int, dtype) -> tuple[np.ndarray, np.ndarray] | None:

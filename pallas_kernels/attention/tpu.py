@@ -2,18 +2,18 @@
 
 No TPU has run this file. It is compiled for real chips by libtpu and simulated with race detection (`docs/tpu.md`).
 
-A program first reads the plain tokens, then walks the pages of its sequence, `pages` at a time through `depth` buffers:
-while one set of pages is computed on, the next are on their way. Pages lie `[K, N/4, page]`, tokens on the 128 lanes, so
-a page of all its heads is one piece of memory. Lists of pages and lengths are scalars that are there before the program
-starts.
+A program first reads the plain tokens, then walks the pages of its sequence, `pages` at a time through `depth`
+buffers: while one set of pages is computed on, the next are on their way. Pages lie `[K, N/4, page]`, tokens on the 128
+lanes, so a page of all its heads is one piece of memory. Lists of pages and lengths are scalars that are there before
+the program starts.
 
 Bytes become numbers without a conversion. Four sublanes of bytes seen as one 32-bit word hold two 16-bit words of eight
-slots each; `word >> shift & mask | 0x4300` is, as two bfloat16 numbers, `128 + 4^k c`: three logic operations turn 1024
-words into 2048 operands of the MXU. The 4^k go into the rows of E, the 128 come out after the sum. Field f of 16-bit
-word w is slot `(f mod 4) N/4 + 2 w + (f > 3)`, an order that only the rows of E know. Queries of a bucket (`q' = E q_B`)
-and probabilities enter as two bfloat16 parts each, upper rows and lower rows of one operand, which costs nothing below
-eight rows; so both are as good as fp32. Bytes read per token and KV head: `(N_k + N_v) / 4`, and 2 for each scale and
-offset.
+slots each; `word >> shift & mask | 0x4300` is, as two bfloat16 numbers, `128 + 4^k c`: three logic operations turn
+1024 words into 2048 operands of the MXU. The 4^k go into the rows of E, the 128 come out after the sum. Field f of
+16-bit word w is slot `(f mod 4) N/4 + 2 w + (f > 3)`, an order that only the rows of E know. Queries of a bucket
+(`q' = E q_B`) and probabilities enter as two bfloat16 parts each, upper and lower rows of one operand, which costs
+nothing below eight rows; so both are good to 16 bits. Bytes read per token and KV head: `(N_k + N_v) / 4`, and 2 for
+each scale and offset.
 """
 
 from __future__ import annotations
@@ -133,9 +133,10 @@ class _Sums(NamedTuple):
 
 def unavailable() -> str | None:
     """Why these kernels cannot run here; None where they can."""
-    if jax.default_backend() != "tpu":
-        return f"needs a TPU, the default backend is {jax.default_backend()}"
-    return None
+    absent = jax.sharding.get_abstract_mesh().abstract_device  # compiling for a TPU that is not here
+    if jax.default_backend() == "tpu" or (absent is not None and absent.platform == "tpu"):
+        return None
+    return f"needs a TPU, the default backend is {jax.default_backend()}"
 
 
 def attend(
@@ -183,7 +184,7 @@ def attend(
     first = jnp.zeros_like(starts) if window is None else jnp.maximum(starts - limit + 1 - tiers.sink, 0) // plan.step
     pool = history.key.scale.shape[1]
     table = jnp.pad(page_indices.astype(jnp.int32), ((0, 0), (0, plan.table - page_indices.shape[1])))
-    scalars = (layer, limit, first, stored, jnp.clip(table, 0, pool - 1).reshape(-1))
+    scalars = (layer, limit, first, stored, _in_range(table, pool).reshape(-1))
 
     plain_key, plain_value, plain_positions = _plain(plan, k, v, plain, layer[0], starts, counts, tiers)
     turns = turn_factors(codes, tiers, tiers.sink + plan.table * plan.page, dim)
@@ -228,7 +229,9 @@ def _check(q, k, plain, history, codes, tiers) -> None:
     if dim not in HEAD_DIMS:
         raise NotImplementedError(f"head size {dim}: {', '.join(map(str, HEAD_DIMS))} are built")
     if (codes.key.slots, codes.value.slots) != (dim, dim):
-        raise NotImplementedError(f"{codes.key.slots} and {codes.value.slots} slots a row: only {dim}, one each, is built")
+        raise NotImplementedError(
+            f"{codes.key.slots} and {codes.value.slots} slots a row: only {dim}, one each, is built"
+        )
     if tokens > MAX_TOKENS:
         raise NotImplementedError(f"{tokens} query tokens a call: at most {MAX_TOKENS} are built")
     if rows > MAX_ROWS:
@@ -267,9 +270,16 @@ def vmem_bytes(plan: _Plan) -> int:
     blocks = rows * (4 * lanes + 2 * LANES) + 2 * plan.head_dim * plan.plain + plan.key_slots * lanes
     scratch = plan.depth * plan.step * (plan.key_slots + plan.value_slots) // codec.PLANES
     scratch += 2 * 2 * rows * plan.key_slots + 4 * 8 * rows * LANES
-    shared = plan.depth * numbers * plan.step * max(plan.kv_heads, SUBLANES) * 2 + 4 * numbers * plan.step * plan.kv_heads
+    shared = (
+        plan.depth * numbers * plan.step * max(plan.kv_heads, SUBLANES) * 2 + 4 * numbers * plan.step * plan.kv_heads
+    )
     values = 4 * rows * (8 * plan.step + 4 * plan.plain) + 8 * plan.step * plan.key_slots
     return plan.heads * (2 * 4 * blocks + scratch) + shared + values
+
+
+def _in_range(pages: jax.Array, pool: int) -> jax.Array:
+    """Page ids that a copy may follow; what a table holds past a sequence's history is never trusted."""
+    return jnp.clip(pages, 0, pool - 1)
 
 
 def _rows(plan: _Plan, q: jax.Array, kv_heads: int) -> jax.Array:

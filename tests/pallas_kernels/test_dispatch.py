@@ -14,7 +14,8 @@ from pallas_kernels import dispatch
 def table(monkeypatch):
     """Two implementations of one operation, in this module; returns the setter of what each does."""
     actions = {}
-    monkeypatch.setattr(dispatch, "_TABLE", MappingProxyType({"attention": MappingProxyType({"fast": "", "xla": ""})}))
+    names = MappingProxyType({"fast": "", "tpu": "", "xla": ""})
+    monkeypatch.setattr(dispatch, "_TABLE", MappingProxyType({"attention": names}))
 
     def load(operation, name):
         assert operation == "attention"
@@ -52,7 +53,7 @@ def test_only_not_implemented_falls_through(table):
 def test_every_reason_is_listed(table):
     table.update(fast=NotImplementedError("head size 80"), xla=NotImplementedError("soft-cap"))
     with pytest.raises(
-        NotImplementedError, match=r"of attention takes this case \(fast: head size 80; xla: soft-cap\)"
+        NotImplementedError, match=r"of attention takes this case \(fast: head size 80; tpu: absent; xla: soft-cap\)"
     ):
         dispatch.call("attention", None)
     with pytest.raises(NotImplementedError, match=r"\(tpu: absent; fast: head size 80\)"):
@@ -60,7 +61,7 @@ def test_every_reason_is_listed(table):
 
 
 def test_an_unknown_name_is_a_wrong_request():
-    with pytest.raises(ValueError, match="implementation='cuda': expected one of triton, xla, tpu, or None"):
+    with pytest.raises(ValueError, match="implementation='cuda': expected one of triton, tpu, xla, or None"):
         dispatch.call("attention", "cuda")
 
 

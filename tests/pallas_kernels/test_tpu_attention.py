@@ -1,0 +1,124 @@
+"""Decode attention for TPUs in Pallas' interpreter. No TPU has run it; test_tpu_compile.py compiles it for them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import codec, dispatch
+from pallas_kernels.attention import tpu
+from pallas_kernels.history import History
+from pallas_kernels.tiers import Tiers
+from tests.pallas_kernels.states import Case, build, codes_of, expected
+
+QUICK = {"xla_backend_optimization_level": 0}  # compiling is nearly all the time of an interpreted kernel
+TOLERANCE = 5e-5  # of the largest output, at least 1: queries and probabilities are good to 16 bits
+BASE = Case(
+    (0, 5, 37, 300), tiers=Tiers(4, 8, 4, 128), head_dim=128, kv_heads=1, q_heads=4, bucket=128, dtype="bfloat16"
+)
+
+
+def case(**changes):
+    return dataclasses.replace(BASE, **changes)
+
+
+CASES = {
+    "decode": case(kv_heads=2, q_heads=2),
+    "everything at once": case(
+        starts=(0, 9, 250, 420), tokens=2, counts=(0, 1, 2, 2), head_dim=64, q_heads=3, key="naive",
+        value="rotation-rank", softcap=2.0, sinks=True, window=130, dtype="float16", scale_dtype="bfloat16",
+    ),
+}  # fmt: skip
+SLOW = {
+    "one bucket": case(bucket=None),
+    "head size 256": case(head_dim=256),
+    "float32": case(dtype="float32"),
+    "stored offsets": case(key="naive", value="rotation-rank", bucket=None),
+    "exact chunk": case(tokens=16, exact_chunk=True, q_heads=6, kv_heads=2),
+    "16 heads a group, 16 tokens": case(tokens=16, q_heads=16, starts=(0, 9, 250, 390)),
+    "several steps and buckets": case(starts=(3000, 30), bucket=1024),
+    "edges of pages": case(starts=(139, 140, 141, 267, 268, 269)),
+}
+
+
+def kernel_state(case):
+    codes = codes_of(case)
+    state = build(case, codes)
+    history = History(*(side.laid_out(tokens_last=True) for side in (state.history.key, state.history.value)))
+    return codes, dataclasses.replace(state, history=history)
+
+
+@functools.partial(jax.jit, static_argnames=("tiers", "spec"))
+def run(q, k, v, plain, history, codes, *, tiers, spec, **arguments):
+    return tpu.attend(q, k, v, plain, history, codes=codes, tiers=tiers, spec=spec, interpret=True, **arguments)
+
+
+def outputs(case, codes, state):
+    arguments = (state.q, state.k, state.v, state.plain, state.history, codes)
+    options = dict(tiers=case.tiers, spec=case.spec)
+    program = run.lower(*arguments, **options, **state.arguments).compile(compiler_options=QUICK)
+    return np.asarray(program(*arguments, **state.arguments), np.float32)
+
+
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_attention_equals_the_definition(name):
+    """Pools are poisoned: NaN in every plain place, 0xFF slots, NaN scales, and garbage in the page table."""
+    case = (CASES | SLOW)[name]
+    codes, state = kernel_state(case)
+    for got, count, want in zip(outputs(case, codes, state), case.new, expected(case, state), strict=True):
+        np.testing.assert_allclose(got[:count], want, atol=TOLERANCE * max(1, np.abs(want).max(initial=0)))
+
+
+def test_fields_are_the_slots_in_their_order():
+    """Every byte in every place: 128 and the slot times its power of four, exactly."""
+    rng = np.random.default_rng(0)
+    packed = rng.permutation(np.arange(32 * 128) % 256).astype(np.uint8).reshape(32, 128)
+    fields = jax.jit(tpu._fields)(jnp.asarray(packed))
+    slots = np.asarray(codec.unpack(jnp.asarray(packed.T))).T[tpu.field_order(128)]
+    powers = np.repeat(4.0 ** np.array(tpu.POWERS), 16)
+    np.testing.assert_array_equal(np.asarray(fields, np.float32), tpu.BIAS + powers[:, None] * slots)
+    np.testing.assert_array_equal(np.asarray(tpu._powers(128))[0], powers)
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_every_16_bit_number_is_read_exactly(dtype):
+    words = np.arange(-(2**15), 2**15, dtype=np.int16).reshape(512, 128)
+    plan = dataclasses.make_dataclass("Plan", ["scale_dtype"])(dtype)
+    got = np.asarray(jax.jit(functools.partial(tpu._number, plan))(jnp.asarray(words)))
+    want = np.asarray(jax.lax.bitcast_convert_type(jnp.asarray(words), dtype).astype(jnp.float32))
+    if dtype == "float16":
+        want = np.where(np.isfinite(want), want, np.nan)
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (dict(dtype="float64"), "plain tokens of float64"),
+        (dict(tokens=17), "17 query tokens a call: at most 16 are built"),
+        (dict(tokens=16, q_heads=32), "512 query rows a KV head: at most 256 are built"),
+        (dict(tiers=Tiers(4, 8, 8, 16)), "page=16: 128 is built"),
+        (dict(head_dim=96), "head size 96: 64, 128, 256 are built"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(changes, reason):
+    small = case(starts=(40,), **changes)
+    with jax.enable_x64(small.dtype == "float64"):
+        codes, state = kernel_state(small)
+        state = dataclasses.replace(state, q=state.q.astype("float32"))
+        with pytest.raises(NotImplementedError, match=reason):
+            outputs(small, codes, state)
+
+
+def test_a_history_of_another_layout_is_refused():
+    codes = codes_of(BASE)
+    with pytest.raises(NotImplementedError, match="laid out for another implementation"):
+        outputs(BASE, codes, build(BASE, codes))
+
+
+@pytest.mark.skipif(jax.default_backend() == "tpu", reason="there is a TPU")
+def test_without_a_tpu_the_reason_is_named():
+    assert "needs a TPU" in (dispatch.availability()["tpu"] or "")

@@ -1,0 +1,74 @@
+"""The TPU kernels in the TPU's interpreter with its race detector, and that it sees planted faults."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # which holds what was found; nothing public does
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.attention import tpu
+from pallas_kernels.tiers import Tiers
+from tests.pallas_kernels.states import Case, expected
+from tests.pallas_kernels.test_tpu_attention import TOLERANCE, kernel_state
+
+pytestmark = pytest.mark.tpu_race
+# Five steps of a page through three buffers; a sequence without history; one that ends inside a page.
+ATTENTION = Case(
+    (640, 0, 200), tiers=Tiers(4, 8, 4, 128), head_dim=64, kv_heads=1, q_heads=1, bucket=128, dtype="bfloat16"
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def fresh_interpreter():
+    yield
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+def attend(case: Case, **options) -> tuple[np.ndarray, list]:
+    """Output of the simulated kernel, and what the definition says."""
+    codes, state = kernel_state(case)
+    parameters = pltpu.InterpretParams(detect_races=True, **options)
+
+    @jax.jit
+    def run(q, k, v, plain, history, codes, arguments):
+        return tpu.attend(
+            q, k, v, plain, history, codes=codes, tiers=case.tiers, spec=case.spec, interpret=parameters, **arguments
+        )
+
+    arguments = state.q, state.k, state.v, state.plain, state.history, codes, state.arguments
+    return np.asarray(run(*arguments)), expected(case, state)
+
+
+def test_attention_has_no_race_and_leaves_no_semaphore(capfd):
+    out, want = attend(ATTENTION)
+    assert not interpret_pallas_call.races.races_found
+    assert "non-zero count" not in "".join(capfd.readouterr())
+    np.testing.assert_allclose(out, want, atol=TOLERANCE * max(1, np.abs(want).max()))
+
+
+def test_a_missing_wait_is_caught(monkeypatch, capfd):
+    copy = pltpu.make_async_copy
+
+    class Unawaited:
+        def __init__(self, *arguments):
+            self.arguments = arguments
+
+        def start(self):
+            copy(*self.arguments).start()
+
+        def wait(self):
+            pass
+
+    monkeypatch.setattr(pltpu, "make_async_copy", Unawaited)
+    # By default a simulated copy happens when it is waited for, so one that is not would never write.
+    attend(dataclasses.replace(ATTENTION, starts=(200,)), dma_execution_mode="eager")
+    assert interpret_pallas_call.races.races_found
+    assert "non-zero count" in "".join(capfd.readouterr())
+
+
+def test_a_page_out_of_range_is_caught(monkeypatch):
+    monkeypatch.setattr(tpu, "_in_range", lambda pages, pool: pages + pool)
+    with pytest.raises(Exception, match="Out-of-bounds"):
+        attend(dataclasses.replace(ATTENTION, starts=(200,)))
