@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from calib import artifact
 from oscar_jax import cache as kv_cache
-from oscar_jax import calibrate, corpus, paired
+from oscar_jax import calibrate, corpus, layer_errors, one_pass, paired
 from oscar_jax import report as reports
 from oscar_jax.models import LoadedModel, load
 from oscar_jax.step import cache_config, make_step
@@ -44,17 +44,19 @@ class Scores:
         kl: divergence of the arm's next-token distribution from the baseline's, KL(baseline || arm), nats.
         nll: negative log-likelihood of the text's next token, nats.
         agrees: 1 where both arms' most likely token is the same.
-        cache_bytes: bytes of the arm's cache arrays on the device, all windows together.
+        cache_bytes: bytes of the arm's cache arrays on the device, all windows together; None without a cache.
         bits_per_element: by the formula, at the window's length.
         history_bits_per_element: of a token past the windows.
+        one_pass: the arm ran without a cache (`oscar_jax.one_pass`).
     """
 
     kl: np.ndarray
     nll: np.ndarray
     agrees: np.ndarray
-    cache_bytes: int
+    cache_bytes: int | None
     bits_per_element: float
     history_bits_per_element: float
+    one_pass: bool = False
 
 
 def score(
@@ -82,16 +84,7 @@ def score(
         ValueError: windows too short to measure anything, or longer than the model's context.
     """
     batch, length = windows.shape
-    first = tiers.sink + tiers.recent + SETTLED
-    if length < first + 2:
-        raise ValueError(
-            f"windows of {length} tokens: with sink={tiers.sink} and recent={tiers.recent} expected at least "
-            f"{first + 2}."
-        )
-    if length > model.config.max_position:
-        raise ValueError(
-            f"windows of {length} tokens: the model's context is {model.config.max_position}; use a shorter window."
-        )
+    first = _first_measured(model, windows, tiers)
     codes: dict[str, TransformCodes | None] = {BASELINE: None, **arms}
     plain = dataclasses.replace(tiers, recent=max(tiers.recent, length - tiers.sink))
     steps = {}
@@ -103,7 +96,7 @@ def score(
         )  # fmt: skip
         steps[name] = make_step(model.decoder, config, code)
     caches = {name: step.init() for name, step in steps.items()}
-    targets = np.concatenate([windows[:, 1:], np.zeros((batch, 1), windows.dtype)], axis=1)
+    targets = _next_tokens(windows)
     found: dict[str, list[tuple[np.ndarray, ...]]] = {name: [] for name in codes}
     for start in tqdm(range(0, length, chunk), desc="evaluating", unit="chunk", disable=not progress, file=sys.stderr):
         tokens, counts = _padded(windows[:, start : start + chunk], chunk)
@@ -133,6 +126,60 @@ def history_bits(codes: TransformCodes | None) -> float:
     return (codes.key.row_bits + codes.value.row_bits) / (2 * codes.head_dim)
 
 
+def score_one_pass(
+    model: LoadedModel,
+    arms: Mapping[str, one_pass.OnePassArm],
+    windows: np.ndarray,
+    *,
+    tiers: Tiers,
+    chunk: int = CHUNK,
+    progress: bool = True,
+) -> dict[str, Scores]:
+    """As `score`, without a cache: each arm is one forward pass, compared with the plain one's.
+
+    Args:
+        chunk: positions whose logits exist at once.
+    """
+    length = windows.shape[1]
+    first = _first_measured(model, windows, tiers)
+    targets, tokens = _next_tokens(windows), jnp.asarray(windows, jnp.int32)
+    history = tiers.history_tokens(length)
+    base = one_pass.hidden_states(model.decoder, tokens, one_pass.PLAIN, tiers=tiers)
+    scores = {}
+    for name, arm in tqdm(
+        {BASELINE: one_pass.PLAIN, **arms}.items(), desc="evaluating", unit="arm", disable=not progress, file=sys.stderr
+    ):
+        hidden = base if name == BASELINE else one_pass.hidden_states(model.decoder, tokens, arm, tiers=tiers)
+        parts = []
+        for start in range(first, length - 1, chunk):
+            kept = slice(start, min(start + chunk, length - 1))
+            reference = _compare(model.decoder, base[:, kept], jnp.asarray(targets[:, kept]), None)[0]
+            results = _compare(model.decoder, hidden[:, kept], jnp.asarray(targets[:, kept]), reference)[1:]
+            parts.append([np.asarray(x, np.float64) for x in results])
+        kl, nll, agrees = (np.concatenate(each, axis=1) for each in zip(*parts, strict=True))
+        bits = one_pass.PLAIN.history_bits_per_element * (length - history) + arm.history_bits_per_element * history
+        scores[name] = Scores(kl, nll, agrees, None, bits / length, arm.history_bits_per_element, one_pass=True)
+    return scores
+
+
+def _first_measured(model: LoadedModel, windows: np.ndarray, tiers: Tiers) -> int:
+    length, first = windows.shape[1], tiers.sink + tiers.recent + SETTLED
+    if length < first + 2:
+        raise ValueError(
+            f"windows of {length} tokens: with sink={tiers.sink} and recent={tiers.recent} expected at least "
+            f"{first + 2}."
+        )
+    if length > model.config.max_position:
+        raise ValueError(
+            f"windows of {length} tokens: the model's context is {model.config.max_position}; use a shorter window."
+        )
+    return first
+
+
+def _next_tokens(windows: np.ndarray) -> np.ndarray:
+    return np.concatenate([windows[:, 1:], np.zeros((len(windows), 1), windows.dtype)], axis=1)
+
+
 def _padded(tokens: np.ndarray, chunk: int) -> tuple[np.ndarray, np.ndarray]:
     batch, count = tokens.shape
     return np.pad(tokens, ((0, 0), (0, chunk - count))), np.full(batch, count, np.int32)
@@ -156,7 +203,8 @@ def summarize(scores: Mapping[str, Scores], *, first: int) -> dict[str, dict[str
     Returns:
         By arm `kl_mean`, `kl_median`, `kl_p99` (nats), `kl_standard_error` (of blocks of `BIN` positions),
         `ppl`, `dppl_percent` (change of perplexity), `top1` (share), `cache_bytes`, `bits_per_element`,
-        `history_bits_per_element` and `kl_by_position` (means over `BIN` positions from each `position` on).
+        `history_bits_per_element`, `one_pass` and `kl_by_position` (means over `BIN` positions from each `position`
+        on).
         `kl_interval` and `dppl_percent_interval` are paired bootstrap intervals over those blocks (`paired.bootstrap`,
         seed 0), None for a single block.
     """
@@ -176,6 +224,7 @@ def summarize(scores: Mapping[str, Scores], *, first: int) -> dict[str, dict[str
             "dppl_percent": float(100 * np.expm1(arm.nll.mean() - base.mean())),
             "dppl_percent_interval": None if change is None else tuple(float(100 * np.expm1(x)) for x in change),
             "top1": float(arm.agrees.mean()),
+            "one_pass": arm.one_pass,
             "cache_bytes": arm.cache_bytes,
             "bits_per_element": arm.bits_per_element,
             "history_bits_per_element": arm.history_bits_per_element,
@@ -186,20 +235,24 @@ def summarize(scores: Mapping[str, Scores], *, first: int) -> dict[str, dict[str
 
 def evaluate(
     model: LoadedModel,
-    arms: Mapping[str, TransformCodes],
+    arms: Mapping[str, TransformCodes | one_pass.OnePassArm],
     text: corpus.TokenText,
     *,
     sequence: int,
     tiers: Tiers,
     implementation: str | None = None,
     chunk: int = CHUNK,
+    errors_by_layer: bool = False,
     progress: bool = True,
 ) -> dict[str, Any]:
     """Scores whole windows of a text and reports them, with what is needed to repeat the measurement.
 
     Args:
+        arms: codes run through the cache, `OnePassArm`s without one; if all are of the latter kind, so is the baseline.
         sequence: tokens a window; a rest shorter than a window is left out.
         implementation, chunk: as for `score`.
+        errors_by_layer: also measure each layer's attention output, in one more run of each arm with codes; adds
+            `layer_errors.LayerErrors.summary` to it.
 
     Raises:
         ValueError: a text shorter than one window.
@@ -211,10 +264,22 @@ def evaluate(
         )
     windows = text.tokens[: count * sequence].reshape(count, sequence)
     begin = time.perf_counter()
-    scores = score(model, arms, windows, tiers=tiers, implementation=implementation, chunk=chunk, progress=progress)
+    coded = {name: arm for name, arm in arms.items() if isinstance(arm, TransformCodes)}
+    single = {name: arm for name, arm in arms.items() if isinstance(arm, one_pass.OnePassArm)}
+    options: dict[str, Any] = {"tiers": tiers, "chunk": chunk, "progress": progress}
+    scores = score_one_pass(model, single, windows, **options) if single else {}
+    if coded or not single:
+        scores |= score(model, coded, windows, implementation=implementation, **options)
     first = tiers.sink + tiers.recent + SETTLED
+    summaries = summarize({name: scores[name] for name in (BASELINE, *arms)}, first=first)
+    if errors_by_layer:
+        for name, codes in coded.items():
+            found = layer_errors.measure(
+                model, codes, windows, tiers=tiers, first=first, chunk=chunk, implementation=implementation
+            )
+            summaries[name] |= found.summary()
     return {
-        "arms": summarize(scores, first=first),
+        "arms": summaries,
         "seconds": time.perf_counter() - begin,
         "model": model.identity.model_id,
         "text": text.description,
@@ -238,14 +303,14 @@ def rows(arms: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
         interval = arm["dppl_percent_interval"]
         cells.append(
             (
-                name,
+                name + " (one pass)" * arm["one_pass"],
                 f"{arm['kl_mean']:.4f}",
                 f"{arm['kl_p99']:.3f}",
                 f"{arm['ppl']:.2f}",
                 f"{arm['dppl_percent']:+.1f} %",
                 "-" if interval is None else f"{interval[0]:+.1f} .. {interval[1]:+.1f}",
                 f"{100 * arm['top1']:.1f} %",
-                f"{arm['cache_bytes'] / 1e6:.2f}",
+                "-" if arm["cache_bytes"] is None else f"{arm['cache_bytes'] / 1e6:.2f}",
                 f"{arm['bits_per_element']:.2f}",
                 f"{arm['history_bits_per_element']:.3f}",
             )
@@ -254,8 +319,13 @@ def rows(arms: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def table(arms: Mapping[str, Mapping[str, Any]]) -> str:
-    """`rows` in aligned columns."""
-    return reports.aligned(rows(arms))
+    """`rows` in aligned columns, and the worst layers where they were measured."""
+    lines = [reports.aligned(rows(arms))]
+    for name, arm in arms.items():
+        if "worst_layers" in arm:
+            worst = ", ".join(f"{each['layer']} ({each['error']:.3f})" for each in arm["worst_layers"])
+            lines.append(f"{name}: relative error of attention outputs, worst layers {worst}")
+    return "\n".join(lines)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -266,9 +336,23 @@ def run(args: argparse.Namespace) -> int:
     encode = calibrate.encoder(model)
     tiers = Tiers(sink=args.sink, recent=args.recent)
     text = corpus.heldout_text(encode, args.tokens, file=args.text, offset=args.offset, minimum=args.sequence)
-    arms, calibration = requested_arms(args, model)
+    baselines = [name for name in args.recipes if name in one_pass.BASELINES]
+    args.recipes = [name for name in args.recipes if name not in baselines]
+    arms: dict[str, TransformCodes | one_pass.OnePassArm] = {}
+    calibration = None
+    if not baselines or args.artifact or set(args.recipes) - {BASELINE}:
+        codes, calibration = requested_arms(args, model)
+        arms |= {name: one_pass.from_codes(code) for name, code in codes.items()} if args.one_pass else codes
+    arms |= {name: one_pass.baselines(model.config.head_dim)[name] for name in baselines}
     found = evaluate(
-        model, arms, text, sequence=args.sequence, tiers=tiers, implementation=args.implementation, chunk=args.chunk
+        model,
+        arms,
+        text,
+        sequence=args.sequence,
+        tiers=tiers,
+        implementation=args.implementation,
+        chunk=args.chunk,
+        errors_by_layer=args.layer_errors,
     )
     found["calibration"] = calibration
     print(table(found["arms"]), file=sys.stderr if args.json else sys.stdout)

@@ -62,6 +62,17 @@ def kl_by_bits(arms: Arms, *, title: str = "") -> Figure:
     return figure
 
 
+def errors_by_layer(arms: Arms, *, title: str = "") -> Figure:
+    """A line an arm that has `layer_errors`: relative error of each layer's attention output."""
+    figure, axes = new_figure()
+    for name, errors in _layer_errors(arms).items():
+        axes.plot(range(len(errors)), errors, marker=".", label=name)
+    axes.set(xlabel="layer", ylabel="relative error of the attention output", yscale="log", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
+
+
 def new_figure(width: float = 8, height: float = 4.5) -> tuple[Figure, Any]:
     """A figure that belongs to no window system, and its axes."""
     from matplotlib.figure import Figure
@@ -101,11 +112,13 @@ def positions_csv(arms: Arms) -> str:
     if not columns:
         return _csv(["position"], [])
     positions = next(iter(columns.values()))["position"]
-    rows = [
-        {"position": position} | {name: column["kl"][i] for name, column in columns.items()}
-        for i, position in enumerate(positions)
-    ]
-    return _csv(["position", *columns], rows)
+    return _columns("position", positions, {name: column["kl"] for name, column in columns.items()})
+
+
+def layers_csv(arms: Arms) -> str:
+    """One row a layer: its number, and the relative error of its attention output in each arm that measured it."""
+    columns = _layer_errors(arms)
+    return _columns("layer", range(len(next(iter(columns.values()), ()))), columns)
 
 
 def page(title: str, *, tables: Mapping[str, Sequence[Sequence[str]]], figures: Mapping[str, str], report: Any) -> str:
@@ -151,7 +164,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_evaluation(folder: Path, report: Mapping[str, Any], *, table: Sequence[Sequence[str]]) -> list[Path]:
-    """`report.json`, `arms.csv`, `positions.csv`, the plots as SVG, and `report.html` of an evaluation.
+    """`report.json`, CSV of arms, positions and layers, the plots as SVG, and `report.html` of an evaluation.
 
     Args:
         report: of `evaluate.evaluate`.
@@ -162,6 +175,9 @@ def write_evaluation(folder: Path, report: Mapping[str, Any], *, table: Sequence
     """
     arms, title = report["arms"], f"{report['model']}, {report['text']}"
     figures = {"KL by position": kl_by_position(arms), "KL against bits": kl_by_bits(arms)}
+    layered = bool(_layer_errors(arms))
+    if layered:
+        figures["Error by layer"] = errors_by_layer(arms)
     drawn = {heading: svg(figure) for heading, figure in figures.items()}
     files = {
         "report.json": json.dumps(report, indent=1) + "\n",
@@ -171,6 +187,8 @@ def write_evaluation(folder: Path, report: Mapping[str, Any], *, table: Sequence
         "kl_by_bits.svg": drawn["KL against bits"],
         "report.html": page(title, tables={"Arms": table}, figures=drawn, report=report),
     }
+    if layered:
+        files |= {"layers.csv": layers_csv(arms), "layer_errors.svg": drawn["Error by layer"]}
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         write_text(folder / name, text)
@@ -180,6 +198,15 @@ def write_evaluation(folder: Path, report: Mapping[str, Any], *, table: Sequence
 def _measured(arms: Arms) -> dict[str, Mapping[str, Any]]:
     """The arms that differ from the baseline, whose KL is zero and has no place on a logarithmic axis."""
     return {name: arm for name, arm in arms.items() if arm["kl_mean"] > 0}
+
+
+def _layer_errors(arms: Arms) -> dict[str, Sequence[float]]:
+    return {name: arm["layer_errors"] for name, arm in _measured(arms).items() if "layer_errors" in arm}
+
+
+def _columns(index: str, labels: Sequence[int], columns: Mapping[str, Sequence[float]]) -> str:
+    rows = [{index: label} | {name: column[i] for name, column in columns.items()} for i, label in enumerate(labels)]
+    return _csv([index, *columns], rows)
 
 
 def _csv(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:

@@ -18,6 +18,8 @@ ARMS = {
         "dppl_percent": kl,
         "dppl_percent_interval": (-kl, kl) if kl else None,
         "top1": 0.5,
+        "one_pass": False,
+        "layer_errors": [kl, 2 * kl],
         "cache_bytes": 1000,
         "bits_per_element": 3.0,
         "history_bits_per_element": bits,
@@ -60,6 +62,15 @@ def test_csv_has_a_row_an_arm_and_both_ends_of_intervals():
     positions = list(csv.DictReader(io.StringIO(report.positions_csv(ARMS))))
     assert [(row["position"], row["default"]) for row in positions] == [("104", "0.02"), ("168", "0.04")]
     assert "bf16" not in positions[0]
+    layers = list(csv.DictReader(io.StringIO(report.layers_csv(ARMS))))
+    assert [(row["layer"], row["default"]) for row in layers] == [("0", "0.02"), ("1", "0.04")]
+
+
+def test_layers_are_drawn_only_where_they_were_measured(tmp_path):
+    arms = {name: {key: value for key, value in arm.items() if key != "layer_errors"} for name, arm in ARMS.items()}
+    files = report.write_evaluation(tmp_path, REPORT | {"arms": arms}, table=evaluate.rows(arms))
+    assert {"layers.csv", "layer_errors.svg"}.isdisjoint(path.name for path in files)
+    assert "Error by layer" not in (tmp_path / "report.html").read_text()
 
 
 def test_the_folder_holds_a_page_that_needs_nothing_else(tmp_path):
@@ -69,7 +80,7 @@ def test_the_folder_holds_a_page_that_needs_nothing_else(tmp_path):
     page = _Page()
     page.feed(text)
     assert not page.open
-    assert page.tags.count("svg") == 2
+    assert page.tags.count("svg") == 3
     assert not page.fetched
     assert not {"script", "link", "img", "iframe"} & set(page.tags)
     assert "@import" not in text
