@@ -230,6 +230,11 @@ class Allocator:
             self.pool.release(page)
         del self._sequences[sequence]
 
+    def forget(self) -> None:
+        """Gives up all kept prefixes."""
+        for tail in list(self.tree.tails):
+            self.tree.evict(tail)
+
     def stats(self) -> AllocatorStats:
         """See `AllocatorStats`."""
         return AllocatorStats(

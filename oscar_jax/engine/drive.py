@@ -190,8 +190,7 @@ def drive(operations: int, *, seed: int = 0) -> dict[str, object]:
         allocator = driver.allocator
         for sequence in allocator.sequences:
             allocator.end(sequence)
-        for tail in list(allocator.tree.tails):
-            allocator.tree.evict(tail)
+        allocator.forget()
         check(allocator)
         leaked += allocator.pool.size - len(allocator.pool.free)
         counts += driver.counts

@@ -32,7 +32,7 @@ def new(pages=24, tails=4, **options) -> Allocator:
 
 
 def test_host_side_modules_import_no_jax():
-    names = ("allocator", "invariants", "drive")
+    names = ("allocator", "invariants", "drive", "scheduler", "drafts")
     program = "; ".join(f"import oscar_jax.engine.{name}" for name in names)
     program += "; import sys; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,0 +1,72 @@
+"""Bytes of an engine's arrays, by formula, and the number of pages that fits."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from oscar_jax.cache import CacheConfig
+from pallas_kernels.codec import PLANES
+from pallas_kernels.transform_code import TransformCode, TransformCodes
+
+BFLOAT16_BYTES = 2
+
+
+def page_bytes(config: CacheConfig, codes: TransformCodes | None) -> int:
+    """Of one page of history in all layers: slots, scales and offsets of both sides; 0 for a plain cache."""
+    if codes is None:
+        return 0
+    parameter = jnp.dtype(codes.scale_dtype).itemsize
+
+    def row(code: TransformCode) -> int:
+        return code.slots // PLANES + parameter * (2 if code.has_offset else 1)
+
+    return config.layers * config.kv_heads * config.tiers.page * (row(codes.key) + row(codes.value))
+
+
+def row_bytes(config: CacheConfig) -> int:
+    """Of the plain tiers of one sequence, or of one tail."""
+    tokens = config.tiers.sink + config.ring
+    return 2 * config.layers * config.kv_heads * config.head_dim * tokens * jnp.dtype(config.plain_dtype).itemsize
+
+
+def bfloat16_token_bytes(config: CacheConfig) -> int:
+    """Of K and V of one token in an ordinary bfloat16 cache."""
+    return 2 * config.layers * config.kv_heads * config.head_dim * BFLOAT16_BYTES
+
+
+def total_bytes(config: CacheConfig, codes: TransformCodes | None, *, pages: int, tails: int) -> int:
+    """Of all arrays of an engine, the model's weights aside."""
+    return pages * page_bytes(config, codes) + (config.batch + tails) * row_bytes(config)
+
+
+def pages_within(config: CacheConfig, codes: TransformCodes, *, cache_bytes: int, tails: int) -> int:
+    """Pages that fit into `cache_bytes` beside the plain tiers and tails.
+
+    Raises:
+        ValueError: not even one sequence of `max_length` and a page to copy fit.
+    """
+    fixed = (config.batch + tails) * row_bytes(config)
+    pages = (cache_bytes - fixed) // page_bytes(config, codes)
+    if pages < config.sequence_pages + 1:
+        least = fixed + (config.sequence_pages + 1) * page_bytes(config, codes)
+        raise ValueError(
+            f"cache_bytes={cache_bytes}: {config.batch} rows, {tails} tails and one sequence of max_length="
+            f"{config.max_length} take {least}; give more, or fewer rows and tails."
+        )
+    return pages
+
+
+def bytes_of_fraction(fraction: float) -> int:
+    """Bytes that an engine may take if the first device shall be used up to this fraction of its memory.
+
+    Raises:
+        ValueError: a fraction out of range, or a device that does not say how much memory it has.
+    """
+    if not 0 < fraction <= 1:
+        raise ValueError(f"memory_fraction={fraction}: expected above 0 and at most 1.")
+    device = jax.devices()[0]
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        raise ValueError(f"memory_fraction={fraction}: {device} does not tell its memory; give cache_bytes instead.")
+    return int(fraction * stats["bytes_limit"]) - stats["bytes_in_use"]
