@@ -154,15 +154,24 @@ def register(recipe: Recipe) -> Recipe:
 
 
 def get(name: str | Recipe) -> Recipe:
-    """The recipe of that name; a `Recipe` is returned as it is.
+    """The recipe of that name, or of that file if it ends in `.toml`; a `Recipe` is returned as it is.
 
     Raises:
-        ValueError: unknown name; the message lists the known ones.
+        FileNotFoundError: no such file.
+        ValueError: unknown name, the message lists the known ones; a file that is not a recipe, or whose name is that
+            of a registered recipe that differs.
     """
     if isinstance(name, Recipe):
         return name
+    if name.endswith(".toml"):
+        from calib import recipe_files  # builds on this module
+
+        recipe = recipe_files.read(name)
+        if _registry.get(recipe.name, recipe) != recipe:
+            raise ValueError(f"recipe {name!r}: name={recipe.name!r} is another recipe's; choose another name.")
+        return recipe
     if name not in _registry:
-        raise ValueError(f"recipe {name!r} is unknown; expected one of {', '.join(_registry)}.")
+        raise ValueError(f"recipe {name!r} is unknown; expected one of {', '.join(_registry)}, or a .toml file.")
     return _registry[name]
 
 

@@ -1,0 +1,62 @@
+"""Recipes as files."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from calib import recipes
+from calib.recipes import Recipe, SideRecipe
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text):
+        (tmp_path / "mine.toml").write_text(text)
+        return str(tmp_path / "mine.toml")
+
+    return write
+
+
+def test_a_file_says_what_differs_from_its_base(write):
+    path = write('name = "mine"\nsummary = "s"\nbase = "default"\n[value]\nstep = 1\ndamping = 0.02\n')
+    default = recipes.get("default")
+    value = dataclasses.replace(default.value, step=1, damping=0.02)
+    assert recipes.get(path) == dataclasses.replace(default, name="mine", summary="s", value=value)
+    assert "mine" not in recipes.names()
+
+
+def test_a_file_can_stand_alone(write):
+    path = write('name = "mine"\nsummary = "s"\n[key]\nframe = "hadamard"\nclip = "rank"\nclip_ratio = 0.9\n'
+                 '[value]\nframe = "rotation"\ntarget = "value"\n')  # fmt: skip
+    key, value = SideRecipe("hadamard", clip="rank", clip_ratio=0.9), SideRecipe("rotation", target="value")
+    assert recipes.get(path) == Recipe("mine", "s", key, value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name = ", "not a TOML file"),
+        ('name = "x"\nbase = "defualt"', "recipe 'defualt' is unknown"),
+        ('base = "default"', r"name=None: expected lower-case letters"),
+        ('name = "../x"\nbase = "default"', r"name='../x'"),
+        ('name = "default"\nbase = "naive"', "name='default' is another recipe's"),
+        ('name = "x"\nbase = "default"\nspeed = 3', "'speed' is unknown; expected one of name, summary"),
+        ('name = "x"\nbase = "default"\npositions = "everywhere"', "expected one of 'absolute', 'bucket', 'averaged'"),
+        ('name = "x"\nbase = "default"\nkey = 3', r"expected a table \[key\]"),
+        ('name = "x"\nbase = "default"\n[key]\nsteps = 3', r"\[key\]: 'steps' is unknown"),
+        ('name = "x"\nbase = "default"\n[key]\nstep = true', r"\[key\]: step=True: expected a number"),
+        ('name = "x"\nbase = "default"\n[key]\nsearch_bits = 1', "search_bits=1: expected true or false"),
+        ('name = "x"\nbase = "default"\n[key]\nclip = "rank"', r"\[key\]: clip='rank' with kind='levels'"),
+        ('name = "x"\nsummary = "s"\n[key]\nframe = "hadamard"', r"\[value\]: frame missing"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_one_sentence(write, text, message):
+    with pytest.raises(ValueError, match=message):
+        recipes.get(write(text))
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(FileNotFoundError, match=r"recipe 'no\.toml': no such file"):
+        recipes.get("no.toml")
