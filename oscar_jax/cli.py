@@ -223,6 +223,9 @@ def _add_calibrate(commands: Any) -> None:
 def _add_inspect(commands: Any) -> None:
     inspect = commands.add_parser("inspect", help="what an artifact holds: model, text, recipe, bits by layer and head")
     inspect.add_argument("artifact", metavar="ARTIFACT")
+    inspect.add_argument(
+        "--plots", metavar="DIR", help="draw bit classes, spectra and predicted error; inspect.html has all of them"
+    )
     _add_json(inspect)
 
 

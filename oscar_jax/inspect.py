@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from calib import artifact
+from oscar_jax import inspect_plots, report
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCode, TransformCodes, bits_per_element
 
@@ -18,8 +21,13 @@ BIT_CLASSES = (6, 4, 2, 0)
 
 def run(args: argparse.Namespace) -> int:
     """`oscar-jax inspect ARTIFACT`; always 0, errors are raised."""
+    if args.plots:
+        report.require_matplotlib("--plots")
     codes, manifest = artifact.load(args.artifact)
     found = summary(codes, manifest, tiers=Tiers())
+    if args.plots:
+        files = inspect_plots.write(Path(args.plots), codes, _layer_ids(codes, manifest), found)
+        print(f"wrote {', '.join(map(str, files))}", file=sys.stderr)
     print(json.dumps(found) if args.json else as_text(found))
     return 0
 
@@ -31,10 +39,11 @@ def summary(codes: TransformCodes, manifest: artifact.Manifest, *, tiers: Tiers)
         `recipe`; `layers`, `kv_heads`, `head_dim`; `key` and `value`, each with `kind`, `clip`, `clip_ratio`, `slots`
         (N), `row_bits` (stored bits of one token and head) and `layers`, a list with, for each layer, `layer` (the
         model's number), `bits` (of "6", "4", "2", "dropped" the `median`, `least` and `most` coordinates over KV
-        heads) and `mean_abs_mu`, `max_abs_mu` (units of K or V); `bits_per_element` by context, with the windows
+        heads) and `mean_abs_mu`, `max_abs_mu` (units of K or V), and `worst_heads` (`inspect_plots.worst_heads`, None
+        where the code predicts no error); `bits_per_element` by context, with the windows
         `sink` and `recent`; and `manifest`.
     """
-    ids = manifest.layer_ids or tuple(range(codes.layers))
+    ids = _layer_ids(codes, manifest)
     return {
         "recipe": manifest.recipe,
         "layers": codes.layers,
@@ -47,6 +56,10 @@ def summary(codes: TransformCodes, manifest: artifact.Manifest, *, tiers: Tiers)
         "bits_per_element": {str(context): bits_per_element(codes, tiers, context) for context in CONTEXTS},
         "manifest": manifest.to_json(),
     }
+
+
+def _layer_ids(codes: TransformCodes, manifest: artifact.Manifest) -> tuple[int, ...]:
+    return tuple(manifest.layer_ids or range(codes.layers))
 
 
 def _side(code: TransformCode, ids: tuple[int, ...]) -> dict[str, Any]:
@@ -72,6 +85,7 @@ def _side(code: TransformCode, ids: tuple[int, ...]) -> dict[str, Any]:
         "slots": code.slots,
         "row_bits": code.row_bits,
         "layers": layers,
+        "worst_heads": inspect_plots.worst_heads(code, ids),
     }
 
 
@@ -104,6 +118,9 @@ def as_text(found: dict[str, Any]) -> str:
         for layer in each["layers"]:
             counts = "".join(f"{_count(layer['bits'][name]):>14}" for name in names)
             lines += [f"{layer['layer']:>5}{counts}{layer['mean_abs_mu']:>12.4g}{layer['max_abs_mu']:>12.4g}"]
+        if each["worst_heads"]:
+            worst = (f"{head['layer']}.{head['head']} ({head['error']:.4f})" for head in each["worst_heads"])
+            lines.append(f"worst heads by predicted error, layer.head: {', '.join(worst)}")
     return "\n".join([*lines, "", "Coordinates by bits: median over KV heads (least-most)."])
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from calib import artifact
 from calib.identity import ModelIdentity, TextIdentity
-from oscar_jax import cli, inspect
+from oscar_jax import cli, inspect, inspect_plots
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import bits_per_element
 from tests.pallas_kernels import codes as seeded
@@ -96,6 +96,50 @@ def test_text_of_imported_rotations(tmp_path, capsys):
     assert "text         none" in text
     assert "key: minmax, clip rank 0.96, N = 64 slots, 160 bits a row" in text
     assert [line.split()[0] for line in text.splitlines() if line[:5].strip().isdigit()] == ["3", "7"] * 2
+
+
+def test_predicted_error_is_what_rounding_unit_variance_coordinates_leaves():
+    """Weights and bits known by hand: head 1 has its weight where the bits are few."""
+    code = seeded.transform_code("levels", kv_heads=2)
+    bits = np.repeat(np.array([6, 4, 2, 0], np.int8), 16)[None, None].repeat(2, 1)
+    weight = np.repeat(np.array([[8.0, 4, 2, 0], [1, 1, 6, 0]]), 16, axis=-1)[None]
+    object.__setattr__(code, "bits", bits)
+    object.__setattr__(code, "weight", weight)
+    good, bad = (8 * 0.00112 + 4 * 0.0118 + 2 * 0.119) / 14, (0.00112 + 0.0118 + 6 * 0.119) / 8
+    predicted = inspect_plots.predicted_error(code)
+    assert predicted is not None
+    np.testing.assert_allclose(predicted, [[good, bad]])
+    worst = inspect_plots.worst_heads(code, (7,))
+    assert worst == [
+        {"layer": 7, "head": 1, "error": pytest.approx(bad)},
+        {"layer": 7, "head": 0, "error": pytest.approx(good)},
+    ]
+
+
+def test_codes_that_do_not_tell_coordinates_apart_predict_nothing():
+    assert inspect_plots.predicted_error(seeded.transform_code("rotation-rank")) is None
+
+
+def test_the_spectrum_is_that_of_the_decode_rows(codes):
+    """`A M = I`, so the norms can be had from M as well."""
+    for code in (codes.key, codes.value):
+        kept = np.asarray(code.bits[0, 0]) > 0
+        encode = np.asarray(code.encode[0, 0], np.float64)[:, kept]
+        found = inspect_plots.spectrum(code)[0, 0]
+        np.testing.assert_array_equal(np.isnan(found), ~kept)
+        if kept.all():
+            np.testing.assert_allclose(found, np.linalg.norm(np.linalg.inv(encode), axis=1), rtol=1e-3)
+
+
+def test_plots_are_written_with_a_page(stored, tmp_path, capsys):
+    assert cli.main(["inspect", stored, "--plots", str(tmp_path / "plots"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    names = {path.name for path in (tmp_path / "plots").iterdir()}
+    assert {"inspect.html", "key-bit-classes.svg", "key-spectra.svg", "value-spectra.svg"} <= names
+    assert ("key-predicted-error.svg" in names) == (found["key"]["worst_heads"] is not None)
+    page = (tmp_path / "plots" / "inspect.html").read_text()
+    assert page.count("<svg") == len(names) - 1
+    assert "<script" not in page
 
 
 def test_a_missing_artifact_is_one_sentence(tmp_path, capsys):
