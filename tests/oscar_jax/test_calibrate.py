@@ -130,6 +130,16 @@ def test_the_command_writes_one_artifact_a_recipe(tiny, tiny_folder, tiny_text, 
         assert bits == {str(n): bits_per_element(codes, Tiers(), n) for n in (2048, 8192, 32768)}
 
 
+def test_a_recipe_of_ones_own_is_a_file(tiny_folder, tiny_text, tmp_path):
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('name = "mine"\nsummary = "clipped harder"\nbase = "hadamard-clip"\n[key]\nclip_ratio = 0.8\n')
+    text = ["--text", tiny_text / "calibration.txt", "--tokens", 200]
+    assert run("calibrate", "--model", tiny_folder, "--recipe", recipe, "--out", tmp_path / "out", *text) == 0
+    codes, manifest = artifact.load(tmp_path / "out")
+    assert manifest.recipe == "mine"
+    assert (codes.key.clip_ratio, codes.value.clip_ratio) == (0.8, 0.92)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
