@@ -13,6 +13,7 @@ import pytest
 
 from oscar_jax.engine import Engine, PromptLookup, Request, Shapes, sizes
 from oscar_jax.engine.compilations import compilations
+from oscar_jax.engine.executor import JaxExecutor
 from oscar_jax.engine.invariants import check
 from oscar_jax.models import random_decoder
 from oscar_jax.sampling import Sampling
@@ -151,6 +152,12 @@ def test_wrong_requests_and_sizes_are_named(engine, decoder):
         engine.warm_up()
     assert engine.cancel(number)
     assert [output.finish for output in engine.step()] == ["cancelled"]
+
+
+def test_an_executor_refuses_a_cache_that_does_not_fit_its_calls(decoder):
+    config = cache_config(CONFIG, max_length=96, tiers=TIERS, plain_dtype="float32", batch=3, step_tokens=3)
+    with pytest.raises(ValueError, match=r"batch=3, step_tokens=3: expected rows=3 and at least 4"):
+        JaxExecutor(decoder, config, codes(), shapes=SHAPES, tails=1)
 
 
 def test_a_prefix_hit_stores_what_the_whole_prompt_stores_in_float64():

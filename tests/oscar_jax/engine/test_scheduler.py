@@ -135,6 +135,17 @@ def test_the_last_prompt_token_is_all_that_a_repeated_prompt_costs():
     assert bench.tokens(number) == alone(request)
 
 
+def test_a_prefix_inside_a_long_prompt_is_hit_at_a_multiple_of_tail_every():
+    bench = Bench(pages=80, tail_every=16)
+    bench.scheduler.submit(Request([1, 2] * 25, max_tokens=2))
+    bench.run()
+    request = Request([*[1, 2] * 20, 0, 3], max_tokens=4)
+    number = bench.scheduler.submit(request)
+    bench.run()
+    assert bench.allocator.stats().tokens_hit == 32
+    assert bench.tokens(number) == alone(request)
+
+
 def test_drafted_tokens_save_steps():
     request = Request([1, 2, 3] * 5, max_tokens=30)
     steps = {}
