@@ -19,10 +19,18 @@ _TABLE = MappingProxyType(
             }
         ),
         "write": MappingProxyType(
-            {"triton": "pallas_kernels.write.triton:write", "xla": "pallas_kernels.write.xla:write"}
+            {
+                "triton": "pallas_kernels.write.triton:write",
+                "tpu": "pallas_kernels.write.tpu:write",
+                "xla": "pallas_kernels.write.xla:write",
+            }
         ),
         "demote": MappingProxyType(
-            {"triton": "pallas_kernels.write.triton:demote", "xla": "pallas_kernels.write.xla:demote"}
+            {
+                "triton": "pallas_kernels.write.triton:demote",
+                "tpu": "pallas_kernels.write.tpu:demote",
+                "xla": "pallas_kernels.write.xla:demote",
+            }
         ),
         "demote_ahead": MappingProxyType({"triton": "pallas_kernels.write.triton:demote_ahead"}),
     }

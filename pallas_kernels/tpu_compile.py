@@ -42,7 +42,7 @@ MODULE = "pallas_kernels.tpu_compile"
 class Case:
     """One call of a kernel; `options` of `OPTIONS` joined by "+", or "none"."""
 
-    operation: str = "attention"  # or "write", "demote"
+    operation: str = "attention"  # or "demote", of many tokens what prefill writes
     head_dim: int = 128
     heads_per_group: int = 4
     q_len: int = 1
@@ -60,6 +60,7 @@ class Outcome:
     refused: str | None = None
     error: str | None = None
     argument_bytes: int = 0
+    aliased_bytes: int = 0  # of arguments that outputs overwrite
     temporary_bytes: int = 0
     padding: float = 1.0  # largest ratio of bytes that an operand of history takes to those it has
     seconds: float = 0.0
@@ -190,7 +191,8 @@ def compile_case(chip: str, case: Case) -> Outcome:
 
     begin = time.perf_counter()
     try:
-        compiled = compile_for(chip, *_call(case))
+        function, donate, arguments = _call(case)
+        compiled = compile_for(chip, function, *arguments, donate=donate)
     except NotImplementedError as error:
         return Outcome(refused=str(error), seconds=time.perf_counter() - begin)
     except (jax.errors.JaxRuntimeError, ValueError, TypeError) as error:
@@ -199,13 +201,14 @@ def compile_case(chip: str, case: Case) -> Outcome:
     assert memory is not None  # as it is for every compiled TPU program
     assert text is not None
     return Outcome(
-        argument_bytes=memory.argument_size_in_bytes, temporary_bytes=memory.temp_size_in_bytes,
+        argument_bytes=memory.argument_size_in_bytes, aliased_bytes=memory.alias_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
         padding=padding(text), seconds=time.perf_counter() - begin,
     )  # fmt: skip
 
 
-def _call(case: Case) -> tuple[Any, ...]:
-    """The function of a case and its arguments as shapes."""
+def _call(case: Case) -> tuple[Callable, tuple[int, ...], tuple[Any, ...]]:
+    """The function of a case, which arguments it may overwrite, and its arguments as shapes."""
     import jax
     import jax.numpy as jnp
 
@@ -216,6 +219,7 @@ def _call(case: Case) -> tuple[Any, ...]:
     from pallas_kernels.storage import storage_dtype
     from pallas_kernels.tiers import Tiers
     from pallas_kernels.transform_code import TransformCodes
+    from pallas_kernels.write import tpu as write
 
     tiers, dim, heads = Tiers(page=case.page), case.head_dim, case.kv_heads
     side = code_shapes("minmax" if case.recipe == "oscar-reference" else "levels", kv_heads=heads, head_dim=dim)
@@ -235,8 +239,15 @@ def _call(case: Case) -> tuple[Any, ...]:
     )
     k = array(BATCH, case.q_len, heads, dim, dtype=case.dtype)
     table = array(BATCH, pages)
-    if case.operation != "attention":
-        raise NotImplementedError(f"operation={case.operation!r}: attention is built")
+    if case.operation == "demote":
+
+        def demote(history, plain, k, v, codes, layer, starts, counts, table):
+            return write.demote(
+                history, plain, k, v, layer=layer, starts=starts, counts=counts, page_indices=table, codes=codes,
+                tiers=tiers,
+            )  # fmt: skip
+
+        return demote, (0,), (history, plain, k, k, codes, array(), array(BATCH), array(BATCH), table)
     options = case.options.split("+")
     spec = AttentionSpec(dim**-0.5, softcap=30.0 if "softcap" in options else None)
 
@@ -249,7 +260,8 @@ def _call(case: Case) -> tuple[Any, ...]:
     q = array(BATCH, case.q_len, heads * case.heads_per_group, dim, dtype=case.dtype)
     window = array() if "window" in options else None
     sinks = array(heads * case.heads_per_group, dtype=jnp.float32) if "sink-logits" in options else None
-    return attend, q, k, k, plain, history, codes, array(), array(BATCH), array(BATCH), table, window, sinks
+    arguments = (q, k, k, plain, history, codes, array(), array(BATCH), array(BATCH), table, window, sinks)
+    return attend, (), arguments
 
 
 def _work(chip: str, compile_one: Callable[[str, Case], Outcome] = compile_case) -> None:

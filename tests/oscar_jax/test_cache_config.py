@@ -28,7 +28,7 @@ from tests.oscar_jax.cache_runs import BASE, BATCH, DIM, LAYERS, Tokens, base_co
         ({"step_tokens": 9}, "step_tokens=9: expected at most recent=8"),
         ({"windows": (4,)}, r"windows=\(4,\): expected 2 entries"),
         ({"windows": (4, 0)}, "each None or at least 1"),
-        ({"implementation": "cuda"}, "implementation='cuda': expected one of triton, xla, tpu, or None"),
+        ({"implementation": "cuda"}, "implementation='cuda': expected one of triton, tpu, xla, or None"),
     ],
 )
 def test_wrong_requests_are_refused_at_construction(changes, message):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from pallas_kernels.history import History
 from pallas_kernels.tiers import Tiers
 from tests.pallas_kernels.states import Case, build, codes_of, expected
 
-QUICK = {"xla_backend_optimization_level": 0}  # compiling is nearly all the time of an interpreted kernel
+QUICK: Any = {"xla_backend_optimization_level": 0}  # compiling is nearly all the time of an interpreted kernel
 TOLERANCE = 5e-5  # of the largest output, at least 1: queries and probabilities are good to 16 bits
 BASE = Case(
     (0, 5, 37, 300), tiers=Tiers(4, 8, 4, 128), head_dim=128, kv_heads=1, q_heads=4, bucket=128, dtype="bfloat16"

@@ -12,12 +12,14 @@ pytestmark = pytest.mark.tpu_compile
 
 @needs_libtpu
 @pytest.mark.parametrize("chip", TOPOLOGIES)
-def test_attention_compiles(chip):
+def test_attention_and_writes_compile(chip):
     """Which also says that it fits the chip's VMEM: the compiler refuses what does not."""
     cases = tpu_spec.cases()[chip]
     for case, outcome in zip(cases, outcomes(chip, cases), strict=True):
         assert outcome.compiled, f"{case}: {outcome.refused or outcome.error}"
         assert outcome.padding < 2, f"{case}: an operand takes {outcome.padding} times its bytes"
+        # Pools are written in place: a pool that an output did not take over would have to be copied.
+        assert (outcome.aliased_bytes > 0) == (case.operation == "demote"), case
 
 
 @needs_libtpu

@@ -5,11 +5,11 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # which holds what was found; nothing public does
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.attention import tpu
 from pallas_kernels.tiers import Tiers
+from tests.pallas_kernels import tpu_races
 from tests.pallas_kernels.states import Case, expected
 from tests.pallas_kernels.test_tpu_attention import TOLERANCE, kernel_state
 
@@ -43,7 +43,7 @@ def attend(case: Case, **options) -> tuple[np.ndarray, list]:
 
 def test_attention_has_no_race_and_leaves_no_semaphore(capfd):
     out, want = attend(ATTENTION)
-    assert not interpret_pallas_call.races.races_found
+    assert not tpu_races.found()
     assert "non-zero count" not in "".join(capfd.readouterr())
     np.testing.assert_allclose(out, want, atol=TOLERANCE * max(1, np.abs(want).max()))
 
@@ -64,7 +64,7 @@ def test_a_missing_wait_is_caught(monkeypatch, capfd):
     monkeypatch.setattr(pltpu, "make_async_copy", Unawaited)
     # By default a simulated copy happens when it is waited for, so one that is not would never write.
     attend(dataclasses.replace(ATTENTION, starts=(200,)), dma_execution_mode="eager")
-    assert interpret_pallas_call.races.races_found
+    assert tpu_races.found()
     assert "non-zero count" in "".join(capfd.readouterr())
 
 

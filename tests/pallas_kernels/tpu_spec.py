@@ -19,7 +19,13 @@ AXES = {
     "dtype": ["bfloat16", "float16", "float32"],
     "options": ["none", "softcap", "window", "sink-logits", "softcap+window+sink-logits"],
 }
-MAIN = [Case(head_dim=64, heads_per_group=7, kv_heads=2), Case(), Case(head_dim=256, heads_per_group=8, q_len=4)]
+MAIN = [
+    Case(),
+    Case(head_dim=64, heads_per_group=7, kv_heads=2),
+    Case("demote"),
+    Case("demote", head_dim=64, q_len=256, kv_heads=2),
+    Case("demote", head_dim=256, recipe="oscar-reference", dtype="float16", kv_heads=1),
+]
 
 
 def cases() -> dict[str, list[Case]]:

@@ -1,0 +1,193 @@
+"""Stores encoded rows in pages on TPUs, through Mosaic: a kernel for each side, pools in place.
+
+No TPU has run this file. It is compiled for real chips by libtpu and simulated with race detection (`docs/tpu.md`).
+
+XLA encodes the rows (`pallas_kernels.codec` itself, so slots and scales are the definition's) and hands them over with
+rows on lanes. Tokens of a page lie on lanes too, where a token cannot be written alone: a program reads each page that
+its sequence writes to, puts rows in their lanes, and writes the page back. Rows reach their lanes by a product with the
+0-1 matrix of positions, exact in bfloat16 because every operand is a byte; 16-bit numbers go as two bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import codec
+from pallas_kernels.attention.api import PlainTiers
+from pallas_kernels.attention.tpu import HEAD_DIMS, LANES, PAGE, unavailable
+from pallas_kernels.history import History, SidePages
+from pallas_kernels.tiers import Tiers
+from pallas_kernels.transform_code import TransformCode, TransformCodes
+from pallas_kernels.write import xla
+
+__all__ = ["demote", "unavailable", "write"]
+
+NUMBER_ROWS = 16  # sublanes of a bfloat16 operand
+MAX_BYTES = 4 * 2**20  # of a sequence's rows in VMEM, which holds them twice
+NOWHERE = np.iinfo(np.int32).max
+
+
+def write(
+    history: History,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    layer: jax.Array,
+    positions: jax.Array,
+    valid: jax.Array,
+    page_indices: jax.Array,
+    codes: TransformCodes,
+    tiers: Tiers,
+    interpret: Any = False,
+) -> History:
+    """See `pallas_kernels.write.write`.
+
+    Args:
+        interpret: True for Pallas' interpreter, or `pltpu.InterpretParams` for the TPU's, on any device.
+    """
+    for pool, code in ((history.key, codes.key), (history.value, codes.value)):
+        _check(pool, code, k, tiers)
+    pool = history.key.scale.shape[1]
+    index, pages, (key, value) = xla.encoded(k, v, pool, layer, positions, valid, page_indices, codes, tiers)
+    index = jnp.where((pages >= 0) & (pages < pool), index, NOWHERE)
+    entry = index // tiers.page
+    first = entry.min(1)
+    end = jnp.where(index == NOWHERE, -1, entry).max(1) + 1
+    table = page_indices.astype(jnp.int32)
+    scalars = (jnp.asarray(layer, jnp.int32).reshape(1), first, end, table.reshape(-1))
+    store = functools.partial(_store, scalars=scalars, index=index, entries=table.shape[1], interpret=interpret)
+    return History(store(history.key, key), store(history.value, value))
+
+
+def demote(
+    history: History,
+    plain: PlainTiers,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    layer: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+    page_indices: jax.Array,
+    codes: TransformCodes,
+    tiers: Tiers,
+    interpret: Any = False,
+) -> History:
+    """See `pallas_kernels.write.demote`."""
+    k, v, positions, valid = xla.leaving(plain, k, v, layer=layer, starts=starts, counts=counts, tiers=tiers)
+    return write(
+        history, k, v, layer=layer, positions=positions, valid=valid, page_indices=page_indices, codes=codes,
+        tiers=tiers, interpret=interpret,
+    )  # fmt: skip
+
+
+def _check(pool: SidePages, code: TransformCode, k: jax.Array, tiers: Tiers) -> None:
+    if k.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(f"plain tokens of {k.dtype}: float32, bfloat16 and float16 are built")
+    if code.head_dim not in HEAD_DIMS or code.slots != code.head_dim:
+        sizes = ", ".join(map(str, HEAD_DIMS))
+        raise NotImplementedError(
+            f"head size {code.head_dim} with {code.slots} slots: {sizes}, as many of both, are built"
+        )
+    if tiers.page != PAGE:
+        raise NotImplementedError(f"page={tiers.page}: {PAGE} is built, as many tokens as there are lanes")
+    if not pool.tokens_last:
+        raise NotImplementedError("the history was laid out for another implementation")
+    if (size := 2 * code.kv_heads * (code.slots // codec.PLANES) * k.shape[1]) > MAX_BYTES:
+        raise NotImplementedError(f"{k.shape[1]} rows of a sequence take {size} bytes of VMEM: at most {MAX_BYTES} do")
+
+
+def _store(pool: SidePages, rows: codec.Encoded, *, scalars, index: jax.Array, entries: int, interpret) -> SidePages:
+    """One side's rows `[B, M, K, ...]` at history indices `[B, M]` in the pages of each sequence."""
+    batch, count, kv_heads = rows.scale.shape
+    pad = [(0, 0)] * 2 + [(0, -count % LANES)]
+    slots = jnp.pad(rows.slots.transpose(0, 2, 3, 1).astype(jnp.bfloat16), [(0, 0), *pad])
+    # Rows of a byte each: high and low byte of every number of every head, then a row of ones, which counts.
+    pools, halves = [pool.slots], []
+    for words, number in ((pool.scale, rows.scale), (pool.offset, rows.offset)):
+        if words is None or number is None:
+            continue
+        pools.append(lax.bitcast_convert_type(words, jnp.int16))
+        bits = lax.bitcast_convert_type(number, jnp.uint16).transpose(0, 2, 1)
+        halves += [bits >> 8, bits & 0xFF]
+    numbers = jnp.concatenate([*halves, jnp.ones((batch, 1, count), jnp.uint16)], axis=1).astype(jnp.bfloat16)
+    numbers = jnp.pad(numbers, [(0, 0), (0, -numbers.shape[1] % NUMBER_ROWS), pad[2]])
+    index = jnp.pad(index, [(0, 0), pad[2]], constant_values=NOWHERE)[:, None]
+
+    def by_sequence(x: jax.Array) -> pl.BlockSpec:
+        return pl.BlockSpec((None, *x.shape[1:]), lambda b, *_: (b, *(0,) * (x.ndim - 1)))
+
+    anywhere = [pl.BlockSpec(memory_space=pl.ANY)] * len(pools)
+    operands = (index, slots, numbers)
+    found = pl.pallas_call(
+        functools.partial(_merge, entries=entries, kv_heads=kv_heads),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(batch,),
+            in_specs=[*map(by_sequence, operands), *anywhere],
+            out_specs=anywhere,
+            scratch_shapes=[
+                [pltpu.VMEM(x.shape[2:], x.dtype) for x in pools], pltpu.SemaphoreType.DMA((len(pools),))
+            ],
+        ),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pools],
+        input_output_aliases={len(scalars) + len(operands) + i: i for i in range(len(pools))},
+        interpret=interpret,
+        name="oscar_store_rows",
+    )(*scalars, *operands, *pools)  # fmt: skip
+    scale, *offset = (lax.bitcast_convert_type(x, pool.scale.dtype) for x in found[1:])
+    return dataclasses.replace(pool, slots=found[0], scale=scale, offset=offset[0] if offset else None)
+
+
+def _merge(layer, first, end, table, index, slots, numbers, *refs, entries: int, kv_heads: int):
+    *refs, buffers, done = refs
+    pools = refs[len(refs) // 2 :]  # the outputs: the same memory as the operands
+    sequence = pl.program_id(0)
+
+    def move(page, *, out: bool) -> None:
+        copies = []
+        for i, (pool, buffer) in enumerate(zip(pools, buffers, strict=True)):
+            place = pool.at[layer[0], page]
+            copies.append(pltpu.make_async_copy(*((buffer, place) if out else (place, buffer)), done.at[i]))
+        for copy in copies:
+            copy.start()
+        for copy in copies:
+            copy.wait()
+
+    @pl.loop(first[sequence], end[sequence])
+    def _(entry):
+        token = entry * PAGE + lax.broadcasted_iota(jnp.int32, (PAGE, 1), 0)
+        chosen = jnp.where(token == index[...], 1.0, 0.0).astype(jnp.bfloat16)  # [page, rows]
+
+        def placed(rows: jax.Array) -> jax.Array:
+            product = lax.dot_general(rows, chosen, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+            return product.astype(jnp.int32)
+
+        new = placed(numbers[...])
+        count = 2 * kv_heads * (len(buffers) - 1)
+        here = new[count : count + 1] > 0
+
+        @pl.when(jnp.max(new[count : count + 1]) > 0)
+        def _():
+            page = table[sequence * entries + entry]
+            move(page, out=False)
+
+            @pl.loop(0, kv_heads)
+            def _(head):
+                old = buffers[0][head].astype(jnp.int32)
+                buffers[0][head] = jnp.where(here, placed(slots[head]), old).astype(jnp.uint8)
+
+            for i, buffer in enumerate(buffers[1:]):
+                high, low = (new[(2 * i + j) * kv_heads : (2 * i + j + 1) * kv_heads] for j in range(2))
+                old = buffer[...].astype(jnp.int32)
+                buffer[...] = jnp.where(here, high << 8 | low, old).astype(jnp.int16)
+            move(page, out=True)

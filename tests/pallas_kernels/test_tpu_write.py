@@ -1,0 +1,101 @@
+"""Writing history on TPUs, in Pallas' interpreter. No TPU has run it; test_tpu_compile.py compiles it for them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.attention import PlainTiers
+from pallas_kernels.history import History, init_history
+from pallas_kernels.storage import stored
+from pallas_kernels.tiers import Tiers
+from pallas_kernels.write import tpu, xla
+from tests.pallas_kernels import tpu_races
+from tests.pallas_kernels.codes import transform_codes
+
+TIERS = Tiers(4, 8, 8, 128)
+TABLE = np.array([[5, 0, -1], [2, 9, 9], [6, 3, 1]], np.int32)  # of a pool of 7 pages: -1 and 9 are none of them
+RECIPES = {
+    "levels": dict(key="levels", value="levels-uniform", bucket=128),
+    "min/max": dict(key="rotation-rank", value="naive"),
+}
+
+
+def history_of(codes, **layout) -> History:
+    """Pages full of something, so that what is overwritten by mistake shows."""
+    rng = np.random.default_rng(0)
+    empty = init_history(codes, pages=7, page=128, **layout)
+    return jax.tree.map(lambda x: jnp.asarray(rng.integers(1, 99, x.shape)).astype(x.dtype), empty)
+
+
+def rows_of(count, batch=3, seed=1):
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.normal(size=(batch, count, 2, 64)), jnp.bfloat16) for _ in "kv"]
+
+
+def assert_same(got, want, before):
+    for a, b, old in zip(*map(jax.tree.leaves, (got, want, before)), strict=True):
+        a, b, old = (np.asarray(x).view(np.uint8) for x in (a, b, old))
+        np.testing.assert_array_equal(a, b)
+        assert (b != old).any()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_rows_are_stored_as_by_the_definition_and_nothing_else_changes(recipe):
+    """Rows across the edge of a page, in a page's first lane, past the pool's pages; a fifth of them not valid."""
+    codes = transform_codes(**RECIPES[recipe], head_dim=64, layers=2)
+    before = history_of(codes, keys_tokens_last=True, values_tokens_last=True)
+    positions = jnp.asarray(np.array([4 + 120, 4, 4 + 250])[:, None] + np.arange(20), jnp.int32)
+    arguments = dict(
+        layer=jnp.int32(1), positions=positions, page_indices=jnp.asarray(TABLE),
+        valid=jnp.asarray(np.random.default_rng(2).random((3, 20)) < 0.8),
+    )  # fmt: skip
+    k, v = rows_of(20)
+    options = dict(codes=codes, tiers=TIERS)
+    got = jax.jit(functools.partial(tpu.write, interpret=True, **options))(before, k, v, **arguments)
+    assert_same(got, jax.jit(functools.partial(xla.write, **options))(before, k, v, **arguments), before)
+
+
+@pytest.mark.tpu_race
+def test_demotion_has_no_race_and_equals_the_definition(capfd):
+    codes = transform_codes("levels", "levels-uniform", bucket=128, head_dim=64, layers=2)
+    before = history_of(codes, keys_tokens_last=True, values_tokens_last=True)
+    rng = np.random.default_rng(3)
+    tiers = [stored(jnp.asarray(rng.normal(size=(2, 3, n, 2, 64)), jnp.bfloat16)) for n in (4, 4, 18, 18)]
+    k, v = rows_of(4)
+    # The first crosses the edge of a page with its ninth token, the second demotes none, the third has no page for it.
+    lengths = dict(starts=jnp.asarray([139, 20, 400], jnp.int32), counts=jnp.asarray([4, 0, 4], jnp.int32))
+    options = dict(codes=codes, tiers=TIERS)
+    arguments = dict(layer=jnp.int32(0), page_indices=jnp.asarray(TABLE), **lengths)
+    simulated = functools.partial(tpu.demote, interpret=pltpu.InterpretParams(detect_races=True), **options)
+    got = jax.jit(simulated)(before, PlainTiers(*tiers), k, v, **arguments)
+    want = jax.jit(functools.partial(xla.demote, **options))(before, PlainTiers(*tiers), k, v, **arguments)
+    assert_same(got, want, before)
+    assert not tpu_races.found()
+    assert "non-zero count" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (dict(page=64), "page=64: 128 is built"),
+        (dict(rows=80000), "80000 rows of a sequence take"),
+        (dict(layout=dict(values_tokens_last=True)), "laid out for another implementation"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(changes, reason):
+    codes = transform_codes(head_dim=64, layers=2)
+    tiers = Tiers(4, 8, 8, changes.get("page", 128))
+    before = history_of(codes, **changes.get("layout", dict(keys_tokens_last=True, values_tokens_last=True)))
+    row = jax.ShapeDtypeStruct((1, changes.get("rows", 1), 2, 64), jnp.bfloat16)
+    numbers = {
+        name: jax.ShapeDtypeStruct(row.shape[:2], dtype) for name, dtype in (("positions", "int32"), ("valid", "bool"))
+    }
+    with pytest.raises(NotImplementedError, match=reason):
+        jax.eval_shape(
+            functools.partial(tpu.write, codes=codes, tiers=tiers), before, row, row, layer=jnp.int32(0),
+            page_indices=jnp.zeros((1, 3), jnp.int32), **numbers,
+        )  # fmt: skip
