@@ -342,7 +342,7 @@ def _add_retrieve(commands: Any) -> None:
     retrieve.add_argument(
         "--batch", type=_positive, default=4, metavar="N", help="prompts at once (default: %(default)s)"
     )
-    retrieve.add_argument("--out", metavar="FILE", help="where to write the report")
+    retrieve.add_argument("--out", metavar="DIR", help="CSV, a map a task by length and depth, and a report.html")
     _add_implementation(retrieve)
     _add_tiers(retrieve)
     _add_json(retrieve)

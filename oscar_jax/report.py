@@ -73,6 +73,29 @@ def errors_by_layer(arms: Arms, *, title: str = "") -> Figure:
     return figure
 
 
+def retrieval_maps(cells: Sequence[Mapping[str, Any]], task: str) -> Figure:
+    """A map an arm: share of a task's samples answered exactly, by length and depth, above the mean log-probability."""
+    from matplotlib.figure import Figure
+
+    of_task = [cell for cell in cells if cell["task"] == task]
+    arms, lengths, depths = (list(dict.fromkeys(cell[key] for cell in of_task)) for key in ("arm", "length", "depth"))
+    figure = Figure(figsize=(1.5 + 2.6 * len(arms), 1.5 + 0.6 * len(depths)), layout="constrained")
+    for axes, arm in zip(figure.subplots(1, len(arms), squeeze=False, sharey=True)[0], arms, strict=True):
+        shares = [[0.0] * len(lengths) for _ in depths]
+        for cell in of_task:
+            if cell["arm"] == arm:
+                x, y = lengths.index(cell["length"]), depths.index(cell["depth"])
+                shares[y][x] = cell["exact"]
+                label = f"{100 * cell['exact']:.0f} %\n{cell['log_probability']:.1f}"
+                axes.text(x, y, label, ha="center", va="center", color="black" if cell["exact"] > 0.5 else "white")
+        axes.imshow(shares, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        axes.set_xticks(range(len(lengths)), map(str, lengths))
+        axes.set_yticks(range(len(depths)), ["all" if depth is None else f"{depth:g}" for depth in depths])
+        axes.set(title=arm, xlabel="tokens")
+    figure.supylabel("depth")
+    return figure
+
+
 def new_figure(width: float = 8, height: float = 4.5) -> tuple[Figure, Any]:
     """A figure that belongs to no window system, and its axes."""
     from matplotlib.figure import Figure
@@ -195,6 +218,33 @@ def write_evaluation(folder: Path, report: Mapping[str, Any], *, table: Sequence
     return [folder / name for name in files]
 
 
+def write_retrieval(folder: Path, report: Mapping[str, Any], *, table: Sequence[Sequence[str]]) -> list[Path]:
+    """`report.json`, CSV of cells and pairs, a map a task as SVG, and `report.html` of a retrieval report.
+
+    Args:
+        report: of `retrieve`.
+        table: its pairs for people, the header first.
+
+    Returns:
+        The files.
+    """
+    cells, pairs = report["cells"], report["pairs"]
+    tasks = dict.fromkeys(cell["task"] for cell in cells)
+    drawn = {task: svg(retrieval_maps(cells, task)) for task in tasks}
+    title = f"{report['model']}, retrieval from {report['haystack']}"
+    files = {
+        "report.json": json.dumps(report, indent=1) + "\n",
+        "cells.csv": _csv(list(cells[0]), cells),
+        "pairs.csv": _csv([key for key in pairs[0] if not key.endswith("_interval")], pairs),
+        **{f"{task}.svg": element for task, element in drawn.items()},
+        "report.html": page(title, tables={"Beside the plain cache": table}, figures=drawn, report=report),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        write_text(folder / name, text)
+    return [folder / name for name in files]
+
+
 def _measured(arms: Arms) -> dict[str, Mapping[str, Any]]:
     """The arms that differ from the baseline, whose KL is zero and has no place on a logarithmic axis."""
     return {name: arm for name, arm in arms.items() if arm["kl_mean"] > 0}
@@ -211,7 +261,7 @@ def _columns(index: str, labels: Sequence[int], columns: Mapping[str, Sequence[f
 
 def _csv(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
     buffer = io.StringIO(newline="")
-    writer = csv.DictWriter(buffer, columns, lineterminator="\n")
+    writer = csv.DictWriter(buffer, columns, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
     writer.writerows(rows)
     return buffer.getvalue()

@@ -221,6 +221,8 @@ def rows(pairs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 def run(args: argparse.Namespace) -> int:
     """`oscar-jax retrieve`."""
     begin = time.perf_counter()
+    if args.out:
+        reports.require_matplotlib("--out")
     model = load(args.model)
     if max(args.length) > model.config.max_position:
         raise ValueError(
@@ -255,7 +257,8 @@ def run(args: argparse.Namespace) -> int:
     }
     print(reports.aligned(rows(found["pairs"])), file=sys.stderr if args.json else sys.stdout)
     if args.out:
-        reports.write_text(Path(args.out), json.dumps(found, indent=1) + "\n")
+        files = reports.write_retrieval(Path(args.out), found, table=rows(found["pairs"]))
+        print(f"wrote {', '.join(map(str, files))}", file=sys.stderr)
     if args.json:
         print(json.dumps(found))
     return 0

@@ -113,3 +113,25 @@ def test_files_are_replaced_whole(tmp_path, name):
     report.write_text(tmp_path / name, "new\n")
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_text() == "new\n"
+
+
+def test_retrieval_is_drawn_by_length_and_depth(tmp_path):
+    cells = [
+        {"arm": arm, "task": task, "length": length, "depth": depth, "exact": 0.25, "log_probability": -1.5}
+        for arm in ("bf16", "default")
+        for task, depths in (("needle", [0.1, 0.9]), ("common-words", [None]))
+        for length in (512, 1024)
+        for depth in depths
+    ]
+    pairs = [{"arm": "default", "task": "needle", "exact": 0.25, "log_probability_change_interval": (0, 1)}]
+    found = {"cells": cells, "pairs": pairs, "model": "m", "haystack": "h"}
+    report.write_retrieval(tmp_path, found, table=[("task",), ("needle",)])
+    drawing = report.retrieval_maps(cells, "needle")
+    assert [axes.get_title() for axes in drawing.axes] == ["bf16", "default"]
+    labels = [text.get_text() for text in drawing.axes[0].texts]
+    assert labels == ["25 %\n-1.5"] * 4
+    assert [tick.get_text() for tick in drawing.axes[0].get_yticklabels()] == ["0.1", "0.9"]
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "cells.csv").read_text())))
+    assert len(rows) == len(cells)
+    assert (tmp_path / "pairs.csv").read_text().splitlines()[0] == "arm,task,exact"
+    assert {"needle.svg", "common-words.svg", "report.html"} <= {path.name for path in tmp_path.iterdir()}

@@ -80,10 +80,11 @@ def test_the_command(tiny, tiny_folder, tiny_text, codes, tmp_path, capsys):
     artifact.save(tmp_path / "saved", codes, artifact.Manifest(recipe="naive", model=tiny.identity))
     common = ["retrieve", "--model", tiny_folder, "--artifact", tmp_path / "saved", "--haystack"]
     common += [tiny_text / "heldout.txt", "--depths", "0,1", "--samples", 1, "--sink", 8, "--recent", 64]
-    out = ["--length", 600, "--batch", 2, "--out", tmp_path / "report.json", "--json"]
+    out = ["--length", 600, "--batch", 2, "--out", tmp_path / "out", "--json"]
     assert cli.main([str(each) for each in [*common, *out]]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert json.loads((tmp_path / "report.json").read_text()) == report
+    assert json.loads((tmp_path / "out" / "report.json").read_text()) == report
+    assert (tmp_path / "out" / "report.html").read_text().count("<svg") == 1
     assert [(cell["arm"], cell["depth"]) for cell in report["cells"]] == [
         ("bf16", 0.0),
         ("bf16", 1.0),
