@@ -19,7 +19,10 @@ import pytest
 from oscar_jax import cli
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("demo", "calibrate", "inspect", "generate", "evaluate", "convert", "doctor", "download", "parity", "bench")
+COMMANDS = (
+    *("demo", "calibrate", "inspect", "generate", "evaluate", "retrieve"),
+    *("convert", "doctor", "download", "parity", "bench"),
+)
 
 
 @pytest.fixture
