@@ -116,29 +116,30 @@ def outcomes(chip: str, cases: Sequence[Case], *, module: str = MODULE, seconds:
             log.close()
 
 
-def compile_for(
-    chip: str, function: Callable, *arguments: Any, donate: Sequence[int] = (), devices: int = 1, **options
-):
+def compile_for(chip: str, function: Callable, *arguments: Any, donate: Sequence[int] = (), **options):
     """`function` compiled for an absent chip; array arguments may be shapes. In this process: an abort ends it.
 
     Args:
         donate: positions of arguments that the outputs may overwrite.
-        devices: 1; arguments of a program for more carry their shardings.
     """
     import jax
-    from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
+    from jax.sharding import SingleDeviceSharding
 
-    device = described(chip)[0]
-    if devices == 1:
-        sharding = SingleDeviceSharding(device)
-        arguments, options = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), (arguments, options)
-        )
-    # Pallas asks which chip it lowers for; a mesh that is not there answers.
-    kind = AbstractDevice(device_kind=device.device_kind, num_cores=1, platform="tpu")
-    with use_abstract_mesh(AbstractMesh((1,), ("chip",), abstract_device=kind)):
+    sharding = SingleDeviceSharding(described(chip)[0])
+    arguments, options = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), (arguments, options)
+    )
+    with absent(chip):
         traced = jax.jit(function, donate_argnums=tuple(donate)).trace(*arguments, **options)
         return traced.lower(lowering_platforms=("tpu",)).compile()
+
+
+def absent(chip: str) -> contextlib.AbstractContextManager:
+    """Within it Pallas lowers for a chip that is not there, and dispatch takes its kernels to be available."""
+    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+    kind = AbstractDevice(device_kind=described(chip)[0].device_kind, num_cores=1, platform="tpu")
+    return use_abstract_mesh(AbstractMesh((1,), ("chip",), abstract_device=kind))
 
 
 def described(chip: str) -> Sequence[Any]:
