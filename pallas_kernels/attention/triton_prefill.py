@@ -40,7 +40,6 @@ QUARTER = 0.25
 MAX_EXACT_HEAD_DIM = 128  # a larger decode matrix in fp32 does not fit into shared memory
 PLAIN_TILE = 32  # plain tokens at a time; their pipeline takes most of the shared memory
 DEPTH = 32  # coordinates that the query transform contracts at a time
-LOAD_LATE = False  # load the next tile behind the fence of the logits instead of before it
 PLANES = codec.PLANES
 Operand = Any  # an array; in the kernel, a reference to it
 
@@ -332,32 +331,22 @@ def _over_history(plan: _Plan, operands: _Operands, program: _Program) -> _State
         query, shift = _query(plan, operands, program, bucket)
         inside = jnp.zeros_like(shift) if plan.spec.softcap is not None else shift
 
-        def absorb(i, state: _State, stored: _Tile, *, edge: bool, between=lambda: None) -> tuple[_State, Any]:
-            """Adds tile i; `between` loads what comes next once the logits are on their way."""
+        def absorb(i, state: _State, stored: _Tile, *, edge: bool) -> _State:
             position = sink + i * tile + _iota(tile)
             key, value = _widened(plan, stored, position < usable_end if edge else None)
             logits = _dot(plan, query, key, contract=1)
-            loaded_meanwhile = between()
             if plan.spec.softcap is not None:
                 logits = plan.spec.softcap * LOG2E * jnp.tanh(logits + shift[:, None])
             mask = position[None, :] < program.end[:, None] if edge else None
             if plan.windowed and edge:
                 mask &= position[None, :] >= program.low[:, None]
-            return _absorb(plan, state, logits, value, mask, contract=1), loaded_meanwhile
+            return _absorb(plan, state, logits, value, mask, contract=1)
 
         def whole(i, carry):
             """A tile is loaded while the one before it is worked on, and its page is known a tile before that."""
             state, stored, page = carry
-
-            def load():
-                return _tile(plan, operands, program, i + 1, page), _page(plan, operands, program, i + 2)
-
-            if LOAD_LATE:
-                state, following = absorb(i, state, stored, edge=False, between=load)
-            else:
-                following = load()
-                state, _ = absorb(i, state, stored, edge=False)
-            return state, *following
+            following = _tile(plan, operands, program, i + 1, page), _page(plan, operands, program, i + 2)
+            return absorb(i, state, stored, edge=False), *following
 
         low = jnp.maximum(begin, bucket * plan.bucket)
         high = jnp.maximum(low, jnp.minimum(end, (bucket + 1) * plan.bucket))
@@ -370,7 +359,7 @@ def _over_history(plan: _Plan, operands: _Operands, program: _Program) -> _State
 
         def at_edge(i, state: _State) -> _State:
             i = jnp.where(i < before, low + i, whole_end + i - before)
-            return absorb(i, state, tile_of(i), edge=True)[0]
+            return absorb(i, state, tile_of(i), edge=True)
 
         # q . mu is the same for all keys of a bucket: it moves the maximum instead of every logit.
         state = state._replace(maximum=state.maximum - inside)
