@@ -14,6 +14,8 @@ from tests.pallas_kernels.states import Case, expected
 from tests.pallas_kernels.test_tpu_attention import TOLERANCE, kernel_state
 
 pytestmark = pytest.mark.tpu_race
+# From jax 0.11 or 0.12 on the detector raises unless told to warn; `found` asks it in either case.
+WARN = {"on_race": "warn"} if hasattr(pltpu.InterpretParams, "on_race") else {}
 # Five steps of a page through three buffers; a sequence without history; one that ends inside a page.
 ATTENTION = Case(
     (640, 0, 200), tiers=Tiers(4, 8, 4, 128), head_dim=64, kv_heads=1, q_heads=1, bucket=128, dtype="bfloat16"
@@ -29,7 +31,7 @@ def fresh_interpreter():
 def attend(case: Case, **options) -> tuple[np.ndarray, list]:
     """Output of the simulated kernel, and what the definition says."""
     codes, state = kernel_state(case)
-    parameters = pltpu.InterpretParams(detect_races=True, **options)
+    parameters = pltpu.InterpretParams(detect_races=True, **WARN, **options)
 
     @jax.jit
     def run(q, k, v, plain, history, codes, arguments):
