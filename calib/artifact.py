@@ -36,6 +36,7 @@ from pallas_kernels.transform_code import TransformCode, TransformCodes
 FORMAT_VERSION = 1
 PACKAGES = ("oscar-jax", "jax", "jaxlib", "numpy", "orbax-checkpoint", "flax", "transformers")
 SIDES = ("key", "value")
+PLAN_FILE = "plan.json"  # marks a folder of artifacts that share out one model's layers (`oscar_jax.layer_plan`)
 UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of every directory Orbax has not committed yet
 
 Placement = jax.sharding.Sharding | Callable[[str], jax.sharding.Sharding | None]
@@ -257,6 +258,11 @@ def _read_manifest(path: Path) -> tuple[int, Manifest]:
     """Also the step it was read from, so that the arrays come from the same one."""
     if not path.is_dir():
         raise ValueError(f"artifact {path}: no such directory; make it with `oscar-jax calibrate --out {path}`.")
+    if (path / PLAN_FILE).is_file():
+        raise ValueError(
+            f"artifact {path}: its layers have different sizes, which no cache takes yet; run it with "
+            f"`oscar-jax evaluate --one-pass --artifact {path}`."
+        )
     with _manager(path) as manager:
         step = manager.latest_step()
         if step is None:

@@ -58,9 +58,10 @@ def allocate(spectrum: jax.Array, slots: int) -> jax.Array:
 
 
 def uniform(spectrum: jax.Array, slots: int) -> jax.Array:
-    """Two bits for the leading `slots` coordinates, int32 `[..., D]`."""
-    leading = jnp.arange(spectrum.shape[-1]) < slots
-    return jnp.broadcast_to(jnp.where(leading, 2, 0).astype(jnp.int32), spectrum.shape)
+    """Bits int32 `[..., D]`: two for the leading `slots` coordinates, or as many for all as a multiple of D gives."""
+    dim = spectrum.shape[-1]
+    bits = np.where(np.arange(dim) < slots, 2 * max(1, slots // dim), 0)
+    return jnp.broadcast_to(jnp.asarray(bits, jnp.int32), spectrum.shape)
 
 
 def class_runs(bits: jax.Array) -> tuple[jax.Array, jax.Array]:

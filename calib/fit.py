@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from calib import histogram, linalg
 from calib.frame import Frame, average_matrices, average_vectors, balanced, over_heads
 from calib.moments import FirstFit, Moments, check
-from calib.recipes import STEPS, Recipe, Side, SideRecipe
+from calib.recipes import ERRORS, STEPS, Recipe, Side, SideRecipe
 from calib.recipes import get as get_recipe
 from calib.settings import groups
 from pallas_kernels.rope import Rotary
@@ -77,7 +77,8 @@ def fit(
         recipe: one that the moments were made for.
         rope: the model's rotary positions, as given to `update`; None for a model without, which needs no buckets.
         max_position: context that the query metric is averaged over: the model's, unless it will be used shorter.
-        slots: N of both sides or (N_k, N_v), multiples of 8; D by default; more than D only where bits are searched.
+        slots: N of both sides or (N_k, N_v), multiples of 8; D by default, up to 3D for recipes of kind "levels". Where
+            bits are not searched, more than D must be 2D or 3D: four or six bits in every coordinate.
         scale_dtype: of stored scales and offsets, "float16" or "bfloat16".
         sharding: spreads layers x heads, for instance `NamedSharding(mesh, PartitionSpec("data"))`.
 
@@ -188,12 +189,17 @@ def _slots(recipe: Recipe, dim: int, slots: int | tuple[int, int] | None) -> dic
     counts: dict[Side, int] = {"key": dim if pair[0] is None else pair[0], "value": dim if pair[1] is None else pair[1]}
     for name, side in recipe.sides.items():
         least = 8 if side.kind == "levels" else dim
-        most = 3 * dim if side.search_bits else dim
+        most = 3 * dim if side.kind == "levels" else dim
         if counts[name] % 8 or not least <= counts[name] <= most:
             nearest = min(max(round(counts[name] / 8) * 8, least), most)
             raise ValueError(
                 f"slots={counts[name]} on the {name} side of recipe {recipe.name!r}: expected a multiple of 8 "
                 f"from {least} to {most}; the nearest is {nearest}."
+            )
+        if counts[name] > dim and counts[name] % dim and not side.search_bits:
+            raise ValueError(
+                f"slots={counts[name]} on the {name} side of recipe {recipe.name!r}, which gives all coordinates equal "
+                f"bits: expected at most {dim}, or {2 * dim} or {3 * dim}."
             )
     return counts
 
@@ -259,8 +265,13 @@ def _levels(
     frame: Frame = over_heads(partial(balanced, side=side, slots=slots), *statistics, sharding=sharding)
     bits = np.asarray(frame.bits)
     delta = np.ones(bits.shape)
-    for width, step in (STEPS if side.search_bits else {2: side.step}).items():
+    for width, step in (STEPS if side.search_bits else STEPS | {2: side.step}).items():
         delta[bits == width] = step
+    gain = np.full(bits.shape[:-1], side.gain)
+    if not side.search_bits:
+        # The gain makes up for what two-bit rounding takes from a row; finer steps take less.
+        errors = np.sum([(bits == width) * error for width, error in ERRORS.items()], axis=0)
+        gain = 1 + (side.gain - 1) * errors.sum(-1) / ((bits > 0).sum(-1) * ERRORS[2])
     return TransformCode.build(
         mu=np.asarray(frame.mu),
         encode=np.asarray(frame.encode),
@@ -268,7 +279,7 @@ def _levels(
         bits=bits,
         delta=delta,
         weight=np.asarray(frame.weight),
-        gain=side.gain,
+        gain=gain,
         slots=slots,
         sort_slots=side.sort_slots,
         metric=None if side.damping is None else np.asarray(frame.metric),

@@ -88,7 +88,31 @@ def calibrate(
             fit the text or the context, a `max_position` within the sinks, an unknown recipe, NaN in the model's
             activations.
     """
-    config, chosen = model.config, [get_recipe(name) for name in recipes]
+    chosen = [get_recipe(name) for name in recipes]
+    measured, limit = measure(
+        model, text, chosen, sequence=sequence, bucket=bucket, max_position=max_position, value_metric=value_metric,
+        progress=progress,
+    )  # fmt: skip
+    results = {}
+    for recipe in chosen:
+        codes = fit.fit(measured, recipe, rope=model.config.rotary, max_position=limit, slots=slots)
+        results[recipe.name] = Fitted(codes, manifest(model, text, recipe, measured, limit, value_metric))
+    return results
+
+
+def measure(
+    model: LoadedModel,
+    text: corpus.TokenText,
+    recipes: Sequence[Recipe],
+    *,
+    sequence: int | None,
+    bucket: int,
+    max_position: int | None,
+    value_metric: str,
+    progress: bool,
+) -> tuple[moments.Moments, int]:
+    """The moments that `calibrate` fits, and the `max_position` to fit them for; arguments and errors are its own."""
+    config = model.config
     cache_config(config, max_length=config.max_position)  # refuses shapes that could never be served
     limit = config.max_position if max_position is None else max_position
     if limit <= STATISTICS_SINK:
@@ -98,7 +122,7 @@ def calibrate(
         )
     sequence = _sequence(sequence, bucket, config.max_position, text)
     measured = moments.init(
-        chosen,
+        recipes,
         layers=config.layers,
         kv_heads=config.kv_heads,
         q_heads=config.q_heads,
@@ -109,15 +133,10 @@ def calibrate(
         value_metric=model.decoder.value_metric() if value_metric == "output" else None,
         softmax_scale=config.softmax_scale,
     )
-    measured = _measure(model, text.tokens, measured, sequence=sequence, progress=progress)
-    results = {}
-    for recipe in chosen:
-        codes = fit.fit(measured, recipe, rope=config.rotary, max_position=limit, slots=slots)
-        results[recipe.name] = Fitted(codes, _manifest(model, text, recipe, measured, limit, value_metric))
-    return results
+    return _stream(model, text.tokens, measured, sequence=sequence, progress=progress), limit
 
 
-def _measure(
+def _stream(
     model: LoadedModel, tokens: np.ndarray, measured: moments.Moments, *, sequence: int, progress: bool
 ) -> moments.Moments:
     """Streams the text through the model, once or twice, into the moments."""
@@ -193,7 +212,7 @@ def _kv_bytes(model: LoadedModel, tokens: int) -> int:
     return 2 * tokens * config.layers * config.kv_heads * config.head_dim * model.decoder.dtype.itemsize
 
 
-def _manifest(
+def manifest(
     model: LoadedModel,
     text: corpus.TokenText,
     recipe: Recipe,
@@ -201,6 +220,7 @@ def _manifest(
     max_position: int,
     value_metric: str,
 ) -> artifact.Manifest:
+    """The caller's part of the manifest of codes fitted to moments."""
     groups, positioned = measured.settings.groups, recipe.positions != "absolute"
     return artifact.Manifest(
         recipe=recipe.name,
@@ -224,8 +244,14 @@ def run(args: argparse.Namespace) -> int:
         get_recipe(recipe)
     _require_pages(args.bucket, Tiers().page)
     _require_writable(Path(args.out).absolute())
+    if args.average_bits is not None and len(args.recipe) > 1:
+        raise ValueError(f"average_bits with the recipes {', '.join(args.recipe)}: expected one recipe.")
     model = load(args.model)
     text = corpus.calibration_text(encoder(model), args.tokens, files=args.text)
+    if args.average_bits is not None:
+        from oscar_jax import sensitivity  # builds on this module
+
+        return sensitivity.run(args, model, text)
     results = calibrate(
         model,
         text,

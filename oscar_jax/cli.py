@@ -217,6 +217,13 @@ def _add_calibrate(commands: Any) -> None:
         default="output",
         help="errors of values weighed by the output projection, or all alike (default: %(default)s)",
     )
+    calibrate.add_argument(
+        "--average-bits",
+        type=_non_negative_number,
+        metavar="X",
+        help="plain layers, layers of 2D and of D slots, chosen by measured cost at this average of bits a history "
+        "element; only `evaluate --one-pass` takes the result yet",
+    )
     _add_json(calibrate)
 
 

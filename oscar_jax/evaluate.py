@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from calib import artifact
 from oscar_jax import cache as kv_cache
-from oscar_jax import calibrate, corpus, layer_errors, one_pass, paired
+from oscar_jax import calibrate, corpus, layer_errors, layer_plan, one_pass, paired
 from oscar_jax import report as reports
 from oscar_jax.models import LoadedModel, load
 from oscar_jax.step import cache_config, make_step
@@ -340,7 +340,12 @@ def run(args: argparse.Namespace) -> int:
     args.recipes = [name for name in args.recipes if name not in baselines]
     arms: dict[str, TransformCodes | one_pass.OnePassArm] = {}
     calibration = None
-    if not baselines or args.artifact or set(args.recipes) - {BASELINE}:
+    plans = [path for path in args.artifact if args.one_pass and layer_plan.is_plan(path)]
+    args.artifact = [path for path in args.artifact if path not in plans]
+    for path in plans:
+        plan, recipe = layer_plan.load(Path(path), model)
+        arms[_unused(f"{recipe}-plan", arms)] = plan.arm()
+    if not (baselines or plans) or args.artifact or set(args.recipes) - {BASELINE}:
         codes, calibration = requested_arms(args, model)
         arms |= {name: one_pass.from_codes(code) for name, code in codes.items()} if args.one_pass else codes
     arms |= {name: one_pass.baselines(model.config.head_dim)[name] for name in baselines}

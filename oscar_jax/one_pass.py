@@ -8,7 +8,7 @@ so nothing is said about bytes or speed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ class OnePassArm:
     """How history is rounded.
 
     Attributes:
-        quantize: the rounding, a module-level function (it is a compile-time constant).
+        quantize: the rounding, hashable: it is a compile-time constant.
         parameters: a pytree it is given; transform codes, or None.
         history_bits_per_element: of history rows, scales and zero points counted.
     """
@@ -59,6 +59,34 @@ def _coded(codes: TransformCodes, layer: jax.Array, k: jax.Array, v: jax.Array, 
         of_layer = code.layer(layer)
         rows.append(codec.decode(of_layer, codec.encode(of_layer, x, scale_dtype=codes.scale_dtype), dtype=x.dtype))
     return from_bucket(rows[0], bucket, tables, codes), rows[1]
+
+
+def mixed(arms: Sequence[OnePassArm], option: np.ndarray, index: np.ndarray | None = None) -> OnePassArm:
+    """Another arm for each layer.
+
+    Args:
+        arms: the options.
+        option: int `[L]`, the arm of each layer.
+        index: int `[L]`, each layer's number among the layers that its arm's codes hold; 0 .. L-1 if None.
+    """
+    option = np.asarray(option, np.int32)
+    index = np.arange(len(option), dtype=np.int32) if index is None else np.asarray(index, np.int32)
+    bits = np.asarray([arm.history_bits_per_element for arm in arms])[option].mean()
+    tables = jnp.asarray(option), jnp.asarray(index), tuple(arm.parameters for arm in arms)
+    return OnePassArm(_Mixed(tuple(arm.quantize for arm in arms)), tables, float(bits))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mixed:
+    quantizers: tuple[Quantize, ...]
+
+    def __call__(self, parameters: Any, layer: jax.Array, k: jax.Array, v: jax.Array, tiers: Tiers):
+        option, index, of_arms = parameters
+        branches = [
+            lambda layer, k, v, quantize=quantize, each=each: quantize(each, layer, k, v, tiers)
+            for quantize, each in zip(self.quantizers, of_arms, strict=True)
+        ]
+        return jax.lax.switch(option[layer], branches, index[layer], k, v)
 
 
 def _plain(_: None, layer: jax.Array, k: jax.Array, v: jax.Array, tiers: Tiers):

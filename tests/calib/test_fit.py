@@ -114,6 +114,16 @@ def test_default_equals_the_dense_definition(moments, data, slots):
     assert codes.value.metric is None
 
 
+def test_more_slots_than_coordinates_make_values_finer(moments, data):
+    wide, narrow = (fitted(moments, data, "default", slots=(16, n)).value for n in (32, 16))
+    assert (np.asarray(wide.bits) == 4).all()
+    np.testing.assert_allclose(wide.delta, 0.335, rtol=1e-6)
+    assert 1 < wide.gain[0, 0] < narrow.gain[0, 0] == np.float32(1.06)
+    x, metric = data.arrays[2][0, 0, :120], data.metric[0]
+    errors = [weighted_error(code.layer(0), x, metric) for code in (wide, narrow)]
+    assert (errors[0] < 0.3 * errors[1]).all()
+
+
 def test_keys_sort_slots_and_values_do_not(moments, data):
     codes = fitted(moments, data, "default")
     power = np.where(codes.key.slot_shift < 8, 2.0**codes.key.slot_shift, 0)
@@ -286,7 +296,8 @@ def test_recipe_must_be_among_the_moments(data):
     ("name", "slots", "message"),
     [
         ("default", 12, "slots=12 on the key side .* the nearest is 16"),
-        ("default", (16, 24), "slots=24 on the value side .* the nearest is 16"),
+        ("default", (16, 56), "slots=56 on the value side .* the nearest is 48"),
+        ("default", (16, 24), "slots=24 on the value side .* expected at most 16, or 32 or 48"),
         ("hadamard", 8, "slots=8 on the key side .* from 16 to 16"),
     ],
 )
