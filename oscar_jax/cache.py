@@ -17,7 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
+from oscar_jax import sharding
+from oscar_jax.sharding import CODES, EVERYWHERE, HEADS, HISTORY, PLAIN, ROWS
 from pallas_kernels import dispatch
 from pallas_kernels.attention import AttentionSpec, PlainTiers
 from pallas_kernels.attention import attend as attend_tiers
@@ -50,9 +53,10 @@ class CacheConfig:
         attention: scale, soft-cap and chunk rule.
         windows: sliding window of each layer in tokens, None entries for full attention; None for a model without.
         implementation: a name, names in order of preference, or None for the best one here.
+        mesh: of `sharding.make_mesh`, over which sequences and heads are divided; None for one device.
 
     Raises:
-        ValueError: a size or dtype out of range.
+        ValueError: a size or dtype out of range, or a mesh that does not divide them.
         NotImplementedError: no implementation here takes the combination.
     """
 
@@ -69,6 +73,7 @@ class CacheConfig:
     pages: int | None = None
     windows: tuple[int | None, ...] | None = None
     implementation: str | tuple[str, ...] | None = None
+    mesh: jax.sharding.Mesh | None = None
 
     def __post_init__(self):
         for name in ("layers", "q_heads", "kv_heads", "head_dim", "max_length", "batch", "step_tokens"):
@@ -93,6 +98,10 @@ class CacheConfig:
             len(self.windows) != self.layers or any(w is not None and w < 1 for w in self.windows)
         ):
             raise ValueError(f"windows={self.windows}: expected {self.layers} entries, each None or at least 1.")
+        if self.mesh is not None:
+            sharding.check_mesh(
+                self.mesh, batch=self.batch, pages=self.pages, q_heads=self.q_heads, kv_heads=self.kv_heads
+            )
         self._check_implementation()
 
     def _check_implementation(self) -> None:
@@ -112,6 +121,21 @@ class CacheConfig:
         return self.tiers.history_pages(self.max_length)
 
     @property
+    def data_parts(self) -> int:
+        """Parts into which the mesh divides sequences and pages."""
+        return 1 if self.mesh is None else self.mesh.shape[sharding.DATA]
+
+    @property
+    def head_copies(self) -> int:
+        """How many devices hold the same KV head."""
+        return 1 if self.mesh is None else max(1, self.mesh.shape[sharding.TENSOR] // self.kv_heads)
+
+    @property
+    def stored_heads(self) -> int:
+        """KV heads of the cache's arrays, copies counted."""
+        return self.kv_heads * self.head_copies
+
+    @property
     def ring(self) -> int:
         """Recent tokens a sequence has room for; no more than it can ever hold."""
         return min(self.tiers.ring(self.step_tokens), max(1, self.max_length - self.tiers.sink))
@@ -120,12 +144,13 @@ class CacheConfig:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Device state, a pytree of static shape.
+    """Device state, a pytree of static shape; K are `CacheConfig.stored_heads`.
 
     Attributes:
         plain: sinks `[L, B, S, K, D]` and recents `[L, B, R, K, D]` in the plain dtype's storage dtype.
         history: INT2 pages, None when no sequence can outgrow its windows.
-        page_indices: int32 `[B, pages of a sequence]`, the page ids of each sequence in order.
+        page_indices: int32 `[B, pages of a sequence]`, the page ids of each sequence in order. On a mesh they count
+            from the first page of the sequence's own part of the pool.
         lengths: int32 `[B]`, stored tokens.
     """
 
@@ -135,8 +160,14 @@ class KVCache:
     lengths: jax.Array
 
 
+SPECS: Any = KVCache(PLAIN, HISTORY, ROWS, ROWS)  # type: ignore[arg-type]
+"""Partition specs of a cache on a mesh."""
+
+
 def init_cache(config: CacheConfig, codes: TransformCodes | None = None) -> KVCache:
     """An empty cache in which sequence b owns pages `b n .. (b + 1) n - 1`; replace `page_indices` to share.
+
+    On a mesh b counts from the first sequence of its part of the batch, and the arrays are made where they belong.
 
     Args:
         codes: transform codes of the model; None for a cache that stays plain, which needs `recent` to cover it.
@@ -155,30 +186,40 @@ def init_cache(config: CacheConfig, codes: TransformCodes | None = None) -> KVCa
     if codes is not None:
         _check_codes(config, codes)
     pages = config.batch * needed if config.pages is None else config.pages
-    if config.pages is not None and pages < needed:
-        raise ValueError(f"pages={pages}: one sequence of max_length={config.max_length} needs {needed}.")
+    if config.pages is not None and pages < needed * config.data_parts:
+        raise ValueError(
+            f"pages={pages}: one sequence of max_length={config.max_length} needs {needed}"
+            + ("." if config.data_parts == 1 else f", in each of {config.data_parts} parts of the mesh.")
+        )
     dtype = storage_dtype(config.plain_dtype)
     if dtype == jnp.float64 and not jax.config.read("jax_enable_x64"):
         raise ValueError("plain_dtype='float64': switch on float64 first, with jax.enable_x64(True).")
-    sides = []
-    for tokens in (config.tiers.sink, config.ring):
-        shape = (config.layers, config.batch, tokens, config.kv_heads, config.head_dim)
-        sides += [jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)]
-    table = np.arange(config.batch * needed, dtype=np.int32).reshape(config.batch, needed)
-    return KVCache(
-        plain=PlainTiers(*sides),
-        history=_init_history(config, codes, pages) if codes is not None and needed else None,
-        page_indices=jnp.asarray(np.where(table < pages, table, -1)),
-        lengths=jnp.zeros(config.batch, jnp.int32),
-    )
+    parts = config.data_parts
+    table = np.arange(config.batch // parts * needed, dtype=np.int32).reshape(config.batch // parts, needed)
+    table = np.tile(np.where(table < pages // parts, table, -1), (parts, 1))
+
+    def empty() -> KVCache:
+        sides = []
+        for tokens in (config.tiers.sink, config.ring):
+            shape = (config.layers, config.batch, tokens, config.stored_heads, config.head_dim)
+            sides += [jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)]
+        return KVCache(
+            plain=PlainTiers(*sides),
+            history=_init_history(config, codes, pages) if codes is not None and needed else None,
+            page_indices=jnp.asarray(table),
+            lengths=jnp.zeros(config.batch, jnp.int32),
+        )
+
+    return empty() if config.mesh is None else jax.jit(empty, out_shardings=sharding.named(config.mesh, SPECS))()
 
 
 def _init_history(config: CacheConfig, codes: TransformCodes, pages: int) -> History:
     # The GPU kernels want the tokens of a page of values next to each other, the TPU kernels those of keys too; every
     # other reader takes both orders.
     preferred = dispatch.preferred(config.implementation)
+    copies = config.stored_heads // codes.kv_heads
     return init_history(
-        codes,
+        codes if copies == 1 else jax.tree.map(lambda leaf: jnp.repeat(leaf, copies, axis=1), codes),
         pages=pages,
         page=config.tiers.page,
         keys_tokens_last=preferred == "tpu",
@@ -188,7 +229,8 @@ def _init_history(config: CacheConfig, codes: TransformCodes, pages: int) -> His
 
 def _check_codes(config: CacheConfig, codes: TransformCodes) -> None:
     shape = (config.layers, config.kv_heads, config.head_dim)
-    if (codes.layers, codes.kv_heads, codes.head_dim) != shape:
+    placed = (config.layers, config.stored_heads, config.head_dim)  # by `sharding.place_codes`
+    if (codes.layers, codes.kv_heads, codes.head_dim) not in (shape, placed):
         raise ValueError(
             f"codes for {codes.layers} layers, {codes.kv_heads} KV heads of size {codes.head_dim}: expected "
             f"{shape[0]}, {shape[1]} and {shape[2]}; calibrate this model."
@@ -340,19 +382,27 @@ def step_attention(
 ) -> Callable[..., tuple[jax.Array, KVCache, Any]]:
     """The `attend(state, layer, q, k, v)` that a decoder calls in every layer, with the cache as its state.
 
+    With a mesh in the config, each device does it with the heads and sequences that it holds.
+
     Args:
+        codes: on a mesh those of `sharding.place_codes`.
         counts: int32 `[B]`, how many of the step's tokens are real.
         demoted: `demote_ahead` has written the history of this step.
     """
 
-    def step(cache: KVCache, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array):
-        k, v = k.astype(config.plain_dtype), v.astype(config.plain_dtype)
+    def local(cache: KVCache, codes: TransformCodes | None, counts: jax.Array, layer: jax.Array, q, k, v):
         if codes is not None and not demoted:
             options = {"tiers": config.tiers, "implementation": config.implementation}
             cache = demote(cache, k, v, layer=layer, counts=counts, codes=codes, **options)
         out = attend(cache, q, k, v, layer=layer, counts=counts, codes=codes, config=config)
-        cache = append(cache, k, v, layer=_after(out, layer), counts=counts, tiers=config.tiers)
-        return out, cache, None
+        return out, append(cache, k, v, layer=_after(out, layer), counts=counts, tiers=config.tiers)
+
+    inputs = (SPECS, CODES, ROWS, EVERYWHERE, HEADS, HEADS, HEADS)
+    on_mesh = sharding.on_mesh(config.mesh, local, inputs=inputs, outputs=(HEADS, SPECS))
+
+    def step(cache: KVCache, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array):
+        k, v = (sharding.copied(x.astype(config.plain_dtype), config.head_copies) for x in (k, v))
+        return *on_mesh(cache, codes, counts, layer, q, k, v), None
 
     return step
 
@@ -365,9 +415,17 @@ def begin_step(
     Args:
         tokens: T, new tokens of the step.
     """
-    ahead = None if codes is None else demote_ahead(cache, tokens=tokens, counts=counts, codes=codes, config=config)
-    attention = step_attention(config, codes, counts, demoted=ahead is not None)
-    return (cache if ahead is None else ahead), attention
+    demoted = False
+    if codes is not None:
+
+        def ahead(cache: KVCache, codes: TransformCodes, counts: jax.Array) -> KVCache:
+            nonlocal demoted
+            done = demote_ahead(cache, tokens=tokens, counts=counts, codes=codes, config=config)
+            demoted = done is not None
+            return cache if done is None else done
+
+        cache = sharding.on_mesh(config.mesh, ahead, inputs=(SPECS, CODES, ROWS), outputs=SPECS)(cache, codes, counts)
+    return cache, step_attention(config, codes, counts, demoted=demoted)
 
 
 def _after(out: jax.Array, layer: jax.Array) -> jax.Array:
@@ -380,7 +438,7 @@ def _after(out: jax.Array, layer: jax.Array) -> jax.Array:
     return jnp.where((first == first) & (first != first), 0, layer)
 
 
-def advance(cache: KVCache, counts: jax.Array) -> KVCache:
+def advance(cache: KVCache, counts: ArrayLike) -> KVCache:
     """Counts the tokens of a finished step, `counts` int32 `[B]`; negative counts take tokens back."""
     return dataclasses.replace(cache, lengths=cache.lengths + counts)
 

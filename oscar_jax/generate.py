@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from oscar_jax.cache import expected_bits
 from oscar_jax.models import LoadedModel
@@ -19,6 +19,9 @@ from oscar_jax.step import cache_config, make_step
 from oscar_jax.text_stream import TextStream
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
+
+if TYPE_CHECKING:
+    import jax
 
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>")
 """Tokens that end an answer although some tokenizer files name another one as theirs."""
@@ -80,6 +83,7 @@ def stream(
     chat: bool | None = None,
     max_position: int | None = None,
     implementation: str | None = None,
+    mesh: jax.sharding.Mesh | None = None,
     checked: bool = False,
     progress: bool = False,
 ) -> Generation:
@@ -97,6 +101,7 @@ def stream(
         chat: put a text into the model's chat template; None does if there is one.
         max_position: positions that the codes' statistics cover (the artifact's manifest has it).
         implementation: of a 2-bit cache's attention and writes; None is the best one here.
+        mesh: of `sharding.make_mesh`, over whose "tensor" axis heads and weights are divided; None is one device.
         checked: verify the cache after every step, slowly.
         progress: a bar on stderr for a long prompt.
 
@@ -129,7 +134,7 @@ def stream(
     if codes is None:
         tiers, implementation = dataclasses.replace(tiers, sink=0, recent=length), None
     config = cache_config(
-        model.config, max_length=length, tiers=tiers, plain_dtype=plain_dtype, implementation=implementation
+        model.config, max_length=length, tiers=tiers, plain_dtype=plain_dtype, implementation=implementation, mesh=mesh
     )
     session = Session(make_step(model.decoder, config, codes, checked=checked))
     text = TextStream(model.tokenizer, stop=stop, context=tokens[-CONTEXT_TOKENS:])

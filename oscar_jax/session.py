@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 from tqdm import tqdm
 
 from oscar_jax.cache import advance, cache_bytes
 from oscar_jax.sampling import Sampling, choose
+from oscar_jax.sharding import on_host
 from oscar_jax.step import CHUNKS, Output, Step, prefill
 
 
@@ -82,7 +82,7 @@ class Session:
                 f"counts={counts.tolist()}: expected 0 to {limit} tokens behind the longest each sequence has been; "
                 "for more, give the cache's configuration a larger step_tokens."
             )
-        self.cache = advance(self.cache, -jnp.asarray(counts, jnp.int32))
+        self.cache = advance(self.cache, -counts.astype(np.int32))
         self.lengths = lengths
 
     def decode(
@@ -117,7 +117,7 @@ class Session:
         given = np.zeros(len(limits), np.int64)
         live = np.ones(len(limits), bool)
         while True:
-            tokens = np.asarray(choose(logits, sampling, given))
+            tokens = on_host(choose(logits, sampling, given))
             yield [int(token) if alive else None for token, alive in zip(tokens, live, strict=True)]
             given += live
             live = live & (given < limits) & ~np.isin(tokens, list(stop_tokens))

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
-from oscar_jax.cache import CacheConfig, KVCache, advance, begin_step, check_cache, init_cache
+from oscar_jax import sharding
+from oscar_jax.cache import SPECS, CacheConfig, KVCache, advance, begin_step, check_cache, init_cache
 from oscar_jax.models import Decoder, ModelConfig
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.tiers import Tiers
@@ -53,7 +54,7 @@ def cache_config(
         prefill: "by-position", what a query reads is what decoding would read there, whatever the chunks; or
             "chunk-exact", the tokens of one call see each other plainly, as in the reference implementation, so that
             results depend on the chunks and a prompt in one piece is read without loss.
-        options: other fields of `CacheConfig`: `batch`, `step_tokens`, `pages`, `implementation`.
+        options: other fields of `CacheConfig`: `batch`, `step_tokens`, `pages`, `implementation`, `mesh`.
 
     Raises:
         ValueError: as `CacheConfig`, or an unknown `prefill`.
@@ -109,16 +110,14 @@ class Step:
         Raises:
             ValueError: wrong shapes, or in checked mode a damaged cache (sequence, layer, head and position are named).
         """
-        tokens = jnp.asarray(tokens, jnp.int32)
+        tokens = _int32(tokens)
         batch = self.config.batch
         if tokens.ndim != 2 or tokens.shape[0] != batch or not tokens.shape[1]:
             raise ValueError(f"tokens of shape {tokens.shape}: expected [{batch}, T], one row for each sequence.")
         counts = np.full(batch, tokens.shape[1], np.int32) if counts is None else counts
         if np.shape(counts) != (batch,):
             raise ValueError(f"counts of shape {np.shape(counts)}: expected [{batch}], one for each sequence.")
-        result, cache = _run(
-            self.decoder, self.codes, cache, tokens, jnp.asarray(counts, jnp.int32), config=self.config, output=output
-        )
+        result, cache = _run(self.decoder, self.codes, cache, tokens, _int32(counts), config=self.config, output=output)
         if self.checked:
             check_cache(cache, self.config)
         return result, cache
@@ -128,6 +127,8 @@ def make_step(
     decoder: Decoder, config: CacheConfig, codes: TransformCodes | None = None, *, checked: bool = False
 ) -> Step:
     """A decoder and its transform codes as one callable over a cache; `Step.__call__` says how to call it.
+
+    With a mesh in the config, weights and codes are put on it first, unless they are there.
 
     Args:
         decoder: the model.
@@ -146,6 +147,10 @@ def make_step(
         raise ValueError(f"config has {', '.join(wrong)}: this model has {expected}; use cache_config(decoder.config).")
     if config.plain_dtype is None:
         config = dataclasses.replace(config, plain_dtype=decoder.dtype.name)
+    if config.mesh is not None:
+        decoder = sharding.place_decoder(decoder, config.mesh)
+        if codes is not None:
+            codes = sharding.place_codes(codes, config.mesh, kv_heads=config.stored_heads)
     return Step(decoder, config, codes, checked)
 
 
@@ -174,7 +179,7 @@ def prefill(
     lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
     if len(prompts) != step.config.batch or not lengths.any():
         raise ValueError(f"prompts of {lengths.tolist()} tokens: expected {step.config.batch} prompts, not all empty.")
-    room = step.config.max_length - np.asarray(cache.lengths)
+    room = step.config.max_length - sharding.on_host(cache.lengths)
     if (lengths > room).any():
         row = int(np.argmax(lengths > room))
         raise ValueError(
@@ -184,19 +189,25 @@ def prefill(
     tokens = np.zeros((len(prompts), lengths.max() + max(chunks)), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
-    logits, start = jnp.zeros(()), 0
+    logits: Any = np.zeros((), np.float32)
+    start = 0
     while start < lengths.max():
         left = lengths.max() - start
         size = min((chunk for chunk in chunks if chunk >= left), default=max(chunks))
         counts = np.clip(lengths - start, 0, size)
         last, cache = step(cache, tokens[:, start : start + size], counts)
-        ends = jnp.asarray((counts > 0) & (lengths <= start + size))[:, None]
+        ends = ((counts > 0) & (lengths <= start + size))[:, None]
         logits = jnp.where(ends, last, logits)
         start += size
         if progress is not None:
             jax.block_until_ready(logits)
             progress(int(counts.max()))
     return logits, cache
+
+
+def _int32(x: ArrayLike) -> jax.Array | np.ndarray:
+    """Numbers of the host stay there until the call, as those of several processes must."""
+    return x.astype(jnp.int32) if isinstance(x, jax.Array) else np.asarray(x, np.int32)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "output"), donate_argnames="cache")
@@ -210,10 +221,11 @@ def _run(
     config: CacheConfig,
     output: Output,
 ) -> tuple[jax.Array, KVCache]:
+    tokens, counts = sharding.constrained(config.mesh, (tokens, counts), sharding.ROWS)
     positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
     cache, attend = begin_step(cache, config, codes, counts, tokens=tokens.shape[1])
     hidden, cache, _ = decoder(tokens, positions, attend, cache)
-    cache = advance(cache, counts)
+    cache = sharding.constrained(config.mesh, advance(cache, counts), SPECS)
     if output == "hidden":
         return hidden, cache
     if output == "last":

@@ -6,14 +6,17 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
+
 from oscar_jax.engine import sizes
-from oscar_jax.engine.allocator import Allocator
+from oscar_jax.engine.allocator import Allocator, AllocatorStats
 from oscar_jax.engine.compilations import compilations
 from oscar_jax.engine.drafts import Drafter, PromptLookup
 from oscar_jax.engine.executor import JaxExecutor
 from oscar_jax.engine.request import Output, Request
 from oscar_jax.engine.scheduler import Scheduler, Shapes
 from oscar_jax.models.decoder import Decoder
+from oscar_jax.sharding import DATA
 from oscar_jax.step import cache_config
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
@@ -21,7 +24,7 @@ from pallas_kernels.transform_code import TransformCodes
 
 @dataclasses.dataclass(frozen=True)
 class EngineStats:
-    """State of an engine, and counts since its start.
+    """State of an engine on all its devices, and counts since its start.
 
     Attributes:
         device_bytes: of its arrays as measured, the model's weights aside; `expected_bytes` by formula.
@@ -85,6 +88,7 @@ class Engine:
         plain_dtype: str | None = None,
         drafter: Callable[[], Drafter] = PromptLookup,
         implementation: str | tuple[str, ...] | None = None,
+        mesh: jax.sharding.Mesh | None = None,
     ):
         """
         Args:
@@ -92,7 +96,7 @@ class Engine:
             codes: its transform codes. None keeps every token plain, for which `tiers.recent` must cover max_length.
             max_length: longest sequence in tokens, new ones included.
             shapes: sequences on the device at once, tokens of a prompt's chunk, most drafted tokens to verify in a
-                step; None for `Shapes.of(8)`.
+                step; None for `Shapes.of(8)`. `shapes`, `pages` and `tails` are those of each part of the mesh.
             pages, cache_bytes, memory_fraction: size of the pool; at most one of them. By default pages for a
                 sequence of `max_length` in every row. The bytes are of all arrays, plain tiers and tails included.
             tails: boundaries of shared prefixes that can be kept; 0 shares nothing.
@@ -101,9 +105,12 @@ class Engine:
             plain_dtype: of plain tiers; None is the dtype of the model's weights.
             drafter: makes the guesser of each request, if `shapes` has drafted tokens.
             implementation: of attention and writes; None is the best one here.
+            mesh: of `sharding.make_mesh`. Heads and weights are divided over "tensor", requests over "data": each
+                part of that axis has rows, pages and prefixes of its own. In several processes, all make the same
+                engine, submit the same requests in the same order and get the same outputs.
 
         Raises:
-            ValueError: sizes that do not fit each other, the model or the codes.
+            ValueError: sizes that do not fit each other, the model, the codes or the mesh.
             NotImplementedError: no implementation here takes the model.
         """
         if sum(size is not None for size in (pages, cache_bytes, memory_fraction)) > 1:
@@ -111,30 +118,34 @@ class Engine:
         if tails < 0:
             raise ValueError(f"tails={tails}: expected at least 0.")
         self.shapes = shapes = shapes or Shapes.of(8)
+        parts = 1 if mesh is None else mesh.shape[DATA]
         config = cache_config(
             decoder.config,
             max_length=max_length,
             tiers=tiers,
             plain_dtype=plain_dtype or decoder.dtype.name,
-            batch=shapes.rows,
+            batch=shapes.rows * parts,
             step_tokens=shapes.drafts + 2,
             implementation=implementation,
+            mesh=mesh,
         )
         if memory_fraction is not None:
-            cache_bytes = sizes.bytes_of_fraction(memory_fraction)
+            cache_bytes = sizes.bytes_of_fraction(memory_fraction, mesh)
         if codes is None:
             pages = 0
         elif cache_bytes is not None:
-            pages = sizes.pages_within(config, codes, cache_bytes=cache_bytes, tails=tails)
-        elif pages is None:
+            pages = sizes.pages_within(config, codes, cache_bytes=cache_bytes, tails=tails * parts) // parts
+        if pages is None:
             pages = shapes.rows * config.sequence_pages + 1
-        self._codes, self._tails, self._pages = codes, tails, pages
-        self._allocator = Allocator(config.tiers, pages=pages, tails=tails, take_back=shapes.drafts)
-        config = dataclasses.replace(config, pages=pages if codes is not None else None)
+        self._codes, self._tails, self._pages = codes, tails * parts, parts * pages
+        self._allocators = [
+            Allocator(config.tiers, pages=pages, tails=tails, take_back=shapes.drafts) for _ in range(parts)
+        ]
+        config = dataclasses.replace(config, pages=self._pages if codes is not None else None)
         self._executor = JaxExecutor(decoder, config, codes, shapes=shapes, tails=tails)
         self._vocabulary = decoder.config.vocab_size
         self._scheduler = Scheduler(
-            self._allocator,
+            self._allocators,
             self._executor,
             shapes,
             max_length=max_length,
@@ -181,7 +192,8 @@ class Engine:
 
     def forget(self) -> None:
         """Gives up all kept prefixes; what runs is not touched."""
-        self._allocator.forget()
+        for allocator in self._allocators:
+            allocator.forget()
 
     def warm_up(self) -> int:
         """Compiles every program that requests can need, and returns how many that were; call it while idle.
@@ -197,7 +209,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """See `EngineStats`."""
-        config, pool = self._executor.config, self._allocator.stats()
+        config = self._executor.config
+        pools = [dataclasses.asdict(allocator.stats()) for allocator in self._allocators]
+        pool = AllocatorStats(**{name: sum(each[name] for each in pools) for name in pools[0]})
         page = config.tiers.page
         counts: dict[str, Any] = dataclasses.asdict(self._scheduler.counts)
         return EngineStats(

@@ -2,6 +2,9 @@
 
 A call takes the rows it needs out of the plain tiers, runs the decoder on them and puts them back; a call of all rows
 works in place. Page table and lengths come with every call, so the device remembers nothing but K and V.
+
+On a mesh each part of its "data" axis has `shapes.rows` rows, its own pool and its own tails; a call feeds the same
+number of rows in each, under `shard_map`, so nothing of the cache ever leaves its device.
 """
 
 from __future__ import annotations
@@ -12,10 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from oscar_jax import sharding
 from oscar_jax.cache import CacheConfig, KVCache, begin_step
 from oscar_jax.engine.scheduler import DeviceCall, Shapes
 from oscar_jax.models.decoder import Decoder
 from oscar_jax.sampling import Sampling, choose
+from oscar_jax.sharding import HISTORY, PLAIN, ROWS
 from oscar_jax.step import make_step
 from pallas_kernels.attention import PlainTiers
 from pallas_kernels.history import History
@@ -23,6 +28,7 @@ from pallas_kernels.transform_code import TransformCodes
 
 GREEDY = Sampling()
 WARM = Sampling(temperature=1.0)
+NOWHERE = np.int32(np.iinfo(np.int32).max)  # a row or page that no array has
 
 
 class JaxExecutor:
@@ -31,7 +37,7 @@ class JaxExecutor:
     Attributes:
         config: of the cache, with its dtype.
         shapes: of the calls.
-        plain: sinks `[L, rows, S, K, D]` and rings `[L, rows, R, K, D]` of all rows.
+        plain: sinks `[L, rows, S, K, D]` and rings `[L, rows, R, K, D]` of all rows of all parts.
         tails: the same with a tail in place of a row.
         history: pages, None for a cache that stays plain.
     """
@@ -42,37 +48,42 @@ class JaxExecutor:
         """
         Args:
             decoder: the model.
-            config: of a cache of `shapes.rows` sequences that can take back one token more than `shapes.drafts`.
+            config: of a cache of `shapes.rows` sequences a part that can take back one token more than
+                `shapes.drafts`.
             codes: transform codes of the model, None for a cache that stays plain.
             shapes: of the calls.
-            tails: boundaries that can be kept.
+            tails: boundaries that can be kept in each part.
 
         Raises:
             ValueError: a config that does not fit the model, the codes or the shapes.
         """
-        if config.batch != shapes.rows or config.step_tokens < shapes.drafts + 2:
+        if config.batch != shapes.rows * config.data_parts or config.step_tokens < shapes.drafts + 2:
             raise ValueError(
-                f"batch={config.batch}, step_tokens={config.step_tokens}: expected rows={shapes.rows} and at least "
-                f"{shapes.drafts + 2}, two more than the drafted tokens."
+                f"batch={config.batch}, step_tokens={config.step_tokens}: expected rows={shapes.rows} a part and at "
+                f"least {shapes.drafts + 2}, two more than the drafted tokens."
             )
         step = make_step(decoder, config, codes)
         cache = step.init()
         self.config, self.shapes = step.config, shapes
         self.plain, self.history = cache.plain, cache.history
+        slots = tails * config.data_parts
+        place = None if config.mesh is None else sharding.named(config.mesh, PLAIN)
         self.tails: PlainTiers = jax.tree.map(
-            lambda x: jnp.zeros((x.shape[0], tails, *x.shape[2:]), x.dtype), cache.plain
+            lambda x: jnp.zeros((x.shape[0], slots, *x.shape[2:]), x.dtype, device=place), cache.plain
         )
-        self._decoder, self._codes = decoder, codes
+        self._decoder, self._codes = step.decoder, step.codes
 
     def restore(self, row: int, slot: int) -> None:
-        self.plain = _copy_row(self.plain, self.tails, np.int32(row), np.int32(slot))
+        to, of = self._places_of(row, row % self.shapes.rows, slot)
+        self.plain = _copy_row(self.plain, self.tails, to, of, config=self.config)
 
     def keep(self, row: int, slot: int) -> None:
-        self.tails = _copy_row(self.tails, self.plain, np.int32(slot), np.int32(row))
+        to, of = self._places_of(row, slot, row % self.shapes.rows)
+        self.tails = _copy_row(self.tails, self.plain, to, of, config=self.config)
 
-    def copy_page(self, source: int, target: int) -> None:
+    def copy_page(self, row: int, source: int, target: int) -> None:
         assert self.history is not None  # without pages there is nothing to copy
-        self.history = _copy_page(self.history, np.int32(source), np.int32(target))
+        self.history = _copy_page(self.history, *self._places_of(row, target, source), config=self.config)
 
     def run(self, call: DeviceCall) -> list[list[int]]:
         places = self._places(call)
@@ -84,7 +95,7 @@ class JaxExecutor:
             self.restore(0, 0)
             self.keep(0, 0)
         if self.history is not None:
-            self.copy_page(0, 0)
+            self.copy_page(0, 0, 0)
         for batch, width in self.shapes.calls():
             for every in {False, 1 < width <= 1 + self.shapes.drafts}:
                 logits = self._logits(DeviceCall([], batch, width, every), [])
@@ -96,16 +107,24 @@ class JaxExecutor:
         """Bytes of all arrays that stay on the device, the model's weights aside."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves((self.plain, self.tails, self.history)))
 
+    def _places_of(self, row: int, target: int, source: int) -> tuple[np.ndarray, np.ndarray]:
+        """Places to copy to and from in each part: out of range, so that nothing is stored, but in the row's."""
+        part = row // self.shapes.rows
+        to, of = np.full(self.config.data_parts, NOWHERE), np.zeros(self.config.data_parts, np.int32)
+        to[part], of[part] = target, source
+        return to, of
+
     def _logits(self, call: DeviceCall, places: list[int]) -> jax.Array:
-        tokens = np.zeros((call.batch, call.width), np.int32)
-        counts, starts = np.zeros(call.batch, np.int32), np.zeros(call.batch, np.int32)
-        table = np.full((call.batch, self.config.sequence_pages), -1, np.int32)
+        batch = call.batch * self.config.data_parts
+        tokens = np.zeros((batch, call.width), np.int32)
+        counts, starts = np.zeros(batch, np.int32), np.zeros(batch, np.int32)
+        table = np.full((batch, self.config.sequence_pages), -1, np.int32)
+        rows = np.full(batch, NOWHERE)  # padding is dropped
         for place, row in zip(places, call.rows, strict=True):
             tokens[place, : len(row.tokens)] = row.tokens
             counts[place], starts[place] = len(row.tokens), row.start
             table[place, : len(row.pages)] = row.pages
-        rows = np.full(call.batch, self.shapes.rows, np.int32)  # out of range: padding is dropped
-        rows[places] = [row.row for row in call.rows]
+            rows[place] = row.row % self.shapes.rows
         logits, self.plain, self.history = _feed(
             self._decoder, self._codes, self.plain, self.history, tokens, counts, starts, table, rows,
             config=self.config, every=call.every, whole=call.batch == self.shapes.rows,
@@ -114,13 +133,20 @@ class JaxExecutor:
 
     def _places(self, call: DeviceCall) -> list[int]:
         """Where in the call each row stands: a call of all rows has them in their order."""
-        return [row.row for row in call.rows] if call.batch == self.shapes.rows else list(range(len(call.rows)))
+        if call.batch == self.shapes.rows:
+            return [row.row for row in call.rows]
+        places, used = [], [0] * self.config.data_parts
+        for row in call.rows:
+            part = row.row // self.shapes.rows
+            places.append(part * call.batch + used[part])
+            used[part] += 1
+        return places
 
     def _choose(self, call: DeviceCall, places: list[int], logits: jax.Array) -> list[list[int]]:
         if not any(row.draws for row in call.rows):
             return [[] for _ in call.rows]
         width = call.width if call.every else 1
-        settings, indices = [GREEDY] * (call.batch * width), np.zeros(call.batch * width, np.int64)
+        settings, indices = [GREEDY] * len(logits), np.zeros(len(logits), np.int64)
         spans = []
         for place, row in zip(places, call.rows, strict=True):
             last = place * width + (len(row.tokens) if call.every else 1)
@@ -128,18 +154,28 @@ class JaxExecutor:
             settings[span] = [row.sampling or GREEDY] * row.draws  # type: ignore[list-item]
             indices[span] = row.index + np.arange(row.draws)
             spans.append(span)
-        chosen = np.asarray(choose(logits, settings, indices))
+        chosen = sharding.on_host(choose(logits, settings, indices))
         return [chosen[span].tolist() for span in spans]
 
 
-@partial(jax.jit, donate_argnums=0)
-def _copy_row(target: PlainTiers, source: PlainTiers, target_row: jax.Array, source_row: jax.Array) -> PlainTiers:
-    return jax.tree.map(lambda to, of: to.at[:, target_row].set(of[:, source_row]), target, source)
+@partial(jax.jit, static_argnames="config", donate_argnums=0)
+def _copy_row(
+    target: PlainTiers, source: PlainTiers, to: jax.Array, of: jax.Array, *, config: CacheConfig
+) -> PlainTiers:
+    """Copies row `of` `[parts]` of the source to `to` `[parts]` of the target in each part."""
+
+    def copy(target: PlainTiers, source: PlainTiers, to: jax.Array, of: jax.Array) -> PlainTiers:
+        return jax.tree.map(lambda x, y: x.at[:, to[0]].set(y[:, of[0]], mode="drop"), target, source)
+
+    return sharding.on_mesh(config.mesh, copy, inputs=(PLAIN, PLAIN, ROWS, ROWS), outputs=PLAIN)(target, source, to, of)
 
 
-@partial(jax.jit, donate_argnums=0)
-def _copy_page(history: History, source: jax.Array, target: jax.Array) -> History:
-    return jax.tree.map(lambda x: x.at[:, target].set(x[:, source]), history)
+@partial(jax.jit, static_argnames="config", donate_argnums=0)
+def _copy_page(history: History, to: jax.Array, of: jax.Array, *, config: CacheConfig) -> History:
+    def copy(history: History, to: jax.Array, of: jax.Array) -> History:
+        return jax.tree.map(lambda x: x.at[:, to[0]].set(x[:, of[0]], mode="drop"), history)
+
+    return sharding.on_mesh(config.mesh, copy, inputs=(HISTORY, ROWS, ROWS), outputs=HISTORY)(history, to, of)
 
 
 @partial(jax.jit, static_argnames=("config", "every", "whole"), donate_argnames=("plain", "history"))
@@ -159,7 +195,17 @@ def _feed(
     whole: bool,
 ) -> tuple[jax.Array, PlainTiers, History | None]:
     """Logits `[b, V]` after each row's last token, or `[b T, V]` after every one, and the new tiers."""
-    part = plain if whole else jax.tree.map(lambda x: jnp.take(x, rows, axis=1, mode="clip"), plain)
+
+    def take(plain: PlainTiers, rows: jax.Array) -> PlainTiers:
+        return jax.tree.map(lambda x: jnp.take(x, rows, axis=1, mode="clip"), plain)
+
+    def put(plain: PlainTiers, part: PlainTiers, rows: jax.Array) -> PlainTiers:
+        return jax.tree.map(lambda x, new: x.at[:, rows].set(new, mode="drop"), plain, part)
+
+    tokens, counts, starts = sharding.constrained(config.mesh, (tokens, counts, starts), ROWS)
+    part = plain
+    if not whole:
+        part = sharding.on_mesh(config.mesh, take, inputs=(PLAIN, ROWS), outputs=PLAIN)(plain, rows)
     cache = KVCache(part, history, table, starts)
     cache, attend = begin_step(cache, config, codes, counts, tokens=tokens.shape[1])
     positions = starts[:, None] + jnp.arange(tokens.shape[1])
@@ -169,7 +215,11 @@ def _feed(
     else:
         last = jnp.maximum(counts - 1, 0)
         hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+    part = cache.plain
     if not whole:
-        put = jax.tree.map(lambda x, new: x.at[:, rows].set(new, mode="drop"), plain, cache.plain)
-        return decoder.logits(hidden), put, cache.history
-    return decoder.logits(hidden), cache.plain, cache.history
+        part = sharding.on_mesh(config.mesh, put, inputs=(PLAIN, PLAIN, ROWS), outputs=PLAIN)(plain, part, rows)
+    return (
+        decoder.logits(hidden),
+        sharding.constrained(config.mesh, part, PLAIN),
+        sharding.constrained(config.mesh, cache.history, HISTORY),
+    )

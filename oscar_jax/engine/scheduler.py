@@ -5,12 +5,16 @@ Prompts never hold up decoding by more than a chunk. Requests are taken in the o
 arrival counted in steps: a short one overtakes long ones that came shortly before, but no request is overtaken by
 those that come after it has waited as many steps as it has chunks. When pages run out, the request that would have
 been taken last gives up its row; it keeps its place in the order and goes on later with the token it was at.
+
+The device may have several parts, each with rows, pages and tails of its own and an `Allocator` for them. They take
+from one queue, and a call feeds rows of all parts. A request stays with a part while it has a row.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import heapq
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -21,7 +25,7 @@ from oscar_jax.engine.request import Output, Progress, Request
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """The shapes of all device calls, each one a compiled program.
+    """The shapes of all device calls, each one a compiled program; rows are those of each part of the device.
 
     Attributes:
         rows: sequences on the device at once.
@@ -73,10 +77,10 @@ class RowCall:
     """One row's part of a device call.
 
     Attributes:
-        row: of the device's batch.
+        row: of the device's batch, `part * shapes.rows` and the part's own row.
         start: tokens stored before.
         tokens: to be stored.
-        pages: page ids of the sequence's history, those of the new tokens included.
+        pages: page ids of the sequence's history in its part's pool, those of the new tokens included.
         draws: after how many of the last tokens a next one is to be chosen.
         index: how many tokens have been generated before the first of those.
         sampling: of the request.
@@ -93,7 +97,7 @@ class RowCall:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceCall:
-    """Rows that are fed together, padded to `batch` rows of `width` tokens; `every` asks for all positions' choices."""
+    """Rows fed together, padded to `batch` a part and `width` tokens; `every` asks for all positions' choices."""
 
     rows: list[RowCall]
     batch: int
@@ -102,7 +106,7 @@ class DeviceCall:
 
 
 class Executor(Protocol):
-    """The device. Calls take effect in their order."""
+    """The device. Calls take effect in their order; slots and pages are those of the row's part."""
 
     def restore(self, row: int, slot: int) -> None:
         """Copies a tail's plain tokens to a row."""
@@ -112,8 +116,8 @@ class Executor(Protocol):
         """Copies a row's plain tokens to a tail."""
         ...
 
-    def copy_page(self, source: int, target: int) -> None:
-        """Copies a page of history in all layers."""
+    def copy_page(self, row: int, source: int, target: int) -> None:
+        """Copies a page of history in all layers, of the part that the row is in."""
         ...
 
     def run(self, call: DeviceCall) -> list[list[int]]:
@@ -143,7 +147,7 @@ class Scheduler:
 
     def __init__(
         self,
-        allocator: Allocator,
+        allocators: Sequence[Allocator],
         executor: Executor,
         shapes: Shapes,
         *,
@@ -153,7 +157,8 @@ class Scheduler:
     ):
         """
         Args:
-            allocator: empty, with a page more than a sequence of `max_length` needs.
+            allocators: one for each part of the device, empty and alike, with a page more than a sequence of
+                `max_length` needs.
             executor: the device.
             shapes: of its calls.
             max_length: longest sequence in tokens.
@@ -164,21 +169,21 @@ class Scheduler:
         Raises:
             ValueError: too few pages, `tail_every` below 1, or a drafter without drafted tokens in `shapes`.
         """
-        needed = allocator.tiers.history_pages(max_length)
-        if needed and allocator.pool.size < needed + 1:
-            raise ValueError(
-                f"pages={allocator.pool.size}: a sequence of max_length={max_length} needs {needed}, and one to copy."
-            )
+        needed, pages = allocators[0].tiers.history_pages(max_length), allocators[0].pool.size
+        if needed and pages < needed + 1:
+            raise ValueError(f"pages={pages}: a sequence of max_length={max_length} needs {needed}, and one to copy.")
         if tail_every < 1:
             raise ValueError(f"tail_every={tail_every}: expected at least 1.")
         if drafter is not None and not shapes.drafts:
             raise ValueError("drafter with drafts=0: expected room for drafted tokens in the shapes.")
         self.counts = Counts()
-        self._allocator, self._executor, self._shapes = allocator, executor, shapes
+        self._allocators, self._executor, self._shapes = list(allocators), executor, shapes
         self._max_length, self._tail_every, self._drafter = max_length, tail_every, drafter
         self._waiting: list[tuple[tuple[int, int], Progress]] = []
         self._running: dict[int, Progress] = {}
-        self._free_rows = list(range(shapes.rows))
+        self._free_rows = [
+            list(range(part * shapes.rows, (part + 1) * shapes.rows)) for part in range(len(self._allocators))
+        ]
         self._cancelled: list[Output] = []
 
     @property
@@ -242,42 +247,64 @@ class Scheduler:
         return outputs
 
     def _admit(self) -> None:
-        while self._waiting and self._free_rows:
+        while self._waiting:
             progress = self._waiting[0][1]
-            if self._allocator.missing(progress.tokens) + self._promised() > self._allocator.available:
+            part = self._part_for(progress)
+            if part is None:
                 return
             heapq.heappop(self._waiting)
-            begun = self._allocator.begin(progress.tokens)
-            progress.row, progress.sequence, progress.kept = heapq.heappop(self._free_rows), begun.sequence, 0
+            begun = self._allocators[part].begin(progress.tokens)
+            progress.row, progress.sequence, progress.kept = heapq.heappop(self._free_rows[part]), begun.sequence, 0
             self._running[progress.id] = progress
             if begun.tail is not None:
                 progress.kept = begun.length
                 self._executor.restore(progress.row, begun.tail)
 
-    def _promised(self) -> int:
-        """Pages that running requests need for the tokens they have, at least one each: they would soon preempt."""
+    def _part_for(self, progress: Progress) -> int | None:
+        """Of the parts with a row and pages for a request, the one where it needs fewest pages, then the emptiest."""
+        fitting = []
+        for part, allocator in enumerate(self._allocators):
+            missing = allocator.missing(progress.tokens)
+            if self._free_rows[part] and missing + self._promised(part) <= allocator.available:
+                fitting.append((missing, -len(self._free_rows[part]), part))
+        return min(fitting)[-1] if fitting else None
+
+    def _promised(self, part: int) -> int:
+        """Pages that a part's requests need for the tokens they have, at least one each: they would soon preempt."""
         return sum(
-            max(1, self._allocator.needed(other.sequence, len(other.tokens) - self._allocator.length(other.sequence)))
+            max(1, self._of(other).needed(other.sequence, len(other.tokens) - self._of(other).length(other.sequence)))
             for other in self._running.values()
+            if self._part(other) == part
         )
+
+    def _part(self, progress: Progress) -> int:
+        assert progress.row is not None
+        return progress.row // self._shapes.rows
+
+    def _of(self, progress: Progress) -> Allocator:
+        return self._allocators[self._part(progress)]
 
     def _plan(self) -> list[tuple[DeviceCall, list[Progress]]]:
         """The calls of this step; their tokens have pages already."""
         decode: list[tuple[Progress, RowCall]] = []
         prefill: list[tuple[Progress, RowCall]] = []
+        prefills = [0] * len(self._allocators)
         for progress in sorted(self._running.values(), key=lambda progress: progress.priority):
             if progress.id not in self._running:  # preempted by one before it
                 continue
-            stored = self._allocator.length(progress.sequence)
+            stored = self._of(progress).length(progress.sequence)
             decodes = len(progress.tokens) - stored == 1
-            if not decodes and len(prefill) == self._shapes.prefill_batches[-1]:
+            part = self._part(progress)
+            if not decodes and prefills[part] == self._shapes.prefill_batches[-1]:
                 continue
             tokens = self._next_tokens(progress, stored, decodes)
             if not self._make_room(progress, len(tokens)):
                 continue
-            for source, target in self._allocator.grow(progress.sequence, tokens):
-                self._executor.copy_page(source, target)
+            assert progress.row is not None  # it still runs
+            for source, target in self._allocators[part].grow(progress.sequence, tokens):
+                self._executor.copy_page(progress.row, source, target)
             (decode if decodes else prefill).append((progress, self._row_call(progress, stored, tokens)))
+            prefills[part] += not decodes
         calls = []
         if decode:
             drafted = any(len(row.tokens) > 1 for _, row in decode)
@@ -303,8 +330,10 @@ class Scheduler:
 
     def _make_room(self, progress: Progress, count: int) -> bool:
         """Preempts until the pages for more tokens are there; False if the request itself had to go."""
-        while self._allocator.needed(progress.sequence, count) > self._allocator.available:
-            victim = max(self._running.values(), key=lambda other: other.priority)
+        allocator, part = self._of(progress), self._part(progress)
+        while allocator.needed(progress.sequence, count) > allocator.available:
+            running = (other for other in self._running.values() if self._part(other) == part)
+            victim = max(running, key=lambda other: other.priority)
             self._preempt(victim)
             if victim is progress:
                 return False
@@ -318,15 +347,15 @@ class Scheduler:
 
     def _leave(self, progress: Progress) -> None:
         assert progress.row is not None
-        self._allocator.end(progress.sequence)
-        heapq.heappush(self._free_rows, progress.row)
+        self._of(progress).end(progress.sequence)
+        heapq.heappush(self._free_rows[self._part(progress)], progress.row)
         progress.row, progress.sequence = None, -1
         del self._running[progress.id]
 
     def _keep(self, progress: Progress) -> None:
         assert progress.row is not None
-        progress.kept = self._allocator.length(progress.sequence)
-        slot = self._allocator.keep(progress.sequence)
+        progress.kept = self._of(progress).length(progress.sequence)
+        slot = self._of(progress).keep(progress.sequence)
         if slot is not None:
             self._executor.keep(progress.row, slot)
 
@@ -337,7 +366,7 @@ class Scheduler:
             row=progress.row,
             start=stored,
             tokens=tokens,
-            pages=self._allocator.pages(progress.sequence),
+            pages=self._of(progress).pages(progress.sequence),
             draws=max(0, len(tokens) - left + 1),
             index=len(progress.tokens) - prompt,
             sampling=progress.request.sampling,
@@ -346,25 +375,26 @@ class Scheduler:
     def _call(
         self, parts: list[tuple[Progress, RowCall]], batches: Sequence[int], width: int, *, every: bool
     ) -> tuple[DeviceCall, list[Progress]]:
-        rows = [row for _, row in parts]
-        return DeviceCall(rows, _fitting(batches, len(rows)), width, every), [progress for progress, _ in parts]
+        most = max(Counter(self._part(progress) for progress, _ in parts).values())
+        call = DeviceCall([row for _, row in parts], _fitting(batches, most), width, every)
+        return call, [progress for progress, _ in parts]
 
     def _store(self, progress: Progress, drawn: list[int]) -> list[Output]:
         """Takes the right ones of the drawn tokens, takes the wrong drafts back, and keeps what is to be kept."""
-        sequence, length = progress.sequence, len(progress.tokens)
+        allocator, sequence, length = self._of(progress), progress.sequence, len(progress.tokens)
         new: list[int] = []
         finish = None
         if drawn:
-            fed = self._allocator.tokens(sequence, length)  # drafted tokens
+            fed = allocator.tokens(sequence, length)  # drafted tokens
             for place, token in enumerate(drawn):
                 new.append(token)
                 progress.tokens.append(token)
                 finish = progress.request.finish(progress.generated)
                 if finish or fed[place : place + 1] != [token]:
                     break
-            self._allocator.take_back(sequence, len(fed) - (len(new) - 1))
+            allocator.take_back(sequence, len(fed) - (len(new) - 1))
             self.counts.drafts_accepted += len(new) - 1
-        stored = self._allocator.length(sequence)
+        stored = allocator.length(sequence)
         prompt_ends = stored == len(progress.request.prompt)
         if finish or prompt_ends or stored // self._tail_every > progress.kept // self._tail_every:
             self._keep(progress)

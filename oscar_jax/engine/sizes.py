@@ -21,13 +21,13 @@ def page_bytes(config: CacheConfig, codes: TransformCodes | None) -> int:
     def row(code: TransformCode) -> int:
         return code.slots // PLANES + parameter * (2 if code.has_offset else 1)
 
-    return config.layers * config.kv_heads * config.tiers.page * (row(codes.key) + row(codes.value))
+    return config.layers * config.stored_heads * config.tiers.page * (row(codes.key) + row(codes.value))
 
 
 def row_bytes(config: CacheConfig) -> int:
     """Of the plain tiers of one sequence, or of one tail."""
     tokens = config.tiers.sink + config.ring
-    return 2 * config.layers * config.kv_heads * config.head_dim * tokens * jnp.dtype(config.plain_dtype).itemsize
+    return 2 * config.layers * config.stored_heads * config.head_dim * tokens * jnp.dtype(config.plain_dtype).itemsize
 
 
 def bfloat16_token_bytes(config: CacheConfig) -> int:
@@ -36,37 +36,42 @@ def bfloat16_token_bytes(config: CacheConfig) -> int:
 
 
 def total_bytes(config: CacheConfig, codes: TransformCodes | None, *, pages: int, tails: int) -> int:
-    """Of all arrays of an engine, the model's weights aside."""
+    """Of all arrays of an engine on all devices, the model's weights aside; pages and tails of all parts."""
     return pages * page_bytes(config, codes) + (config.batch + tails) * row_bytes(config)
 
 
 def pages_within(config: CacheConfig, codes: TransformCodes, *, cache_bytes: int, tails: int) -> int:
-    """Pages that fit into `cache_bytes` beside the plain tiers and tails.
+    """Pages that fit into `cache_bytes` beside the plain tiers and tails, as many in each part of the mesh.
 
     Raises:
         ValueError: not even one sequence of `max_length` and a page to copy fit.
     """
     fixed = (config.batch + tails) * row_bytes(config)
-    pages = (cache_bytes - fixed) // page_bytes(config, codes)
+    parts = config.data_parts
+    pages = (cache_bytes - fixed) // (parts * page_bytes(config, codes))
     if pages < config.sequence_pages + 1:
-        least = fixed + (config.sequence_pages + 1) * page_bytes(config, codes)
+        least = fixed + parts * (config.sequence_pages + 1) * page_bytes(config, codes)
+        sequences = "one sequence" if parts == 1 else f"{parts} sequences"
         raise ValueError(
-            f"cache_bytes={cache_bytes}: {config.batch} rows, {tails} tails and one sequence of max_length="
+            f"cache_bytes={cache_bytes}: {config.batch} rows, {tails} tails and {sequences} of max_length="
             f"{config.max_length} take {least}; give more, or fewer rows and tails."
         )
-    return pages
+    return parts * pages
 
 
-def bytes_of_fraction(fraction: float) -> int:
-    """Bytes that an engine may take if the first device shall be used up to this fraction of its memory.
+def bytes_of_fraction(fraction: float, mesh: jax.sharding.Mesh | None = None) -> int:
+    """Bytes that an engine may take on all its devices if this process's first shall be used up to this fraction.
+
+    Args:
+        mesh: that it runs on, whose devices are taken to be alike; None for one device.
 
     Raises:
         ValueError: a fraction out of range, or a device that does not say how much memory it has.
     """
     if not 0 < fraction <= 1:
         raise ValueError(f"memory_fraction={fraction}: expected above 0 and at most 1.")
-    device = jax.devices()[0]
+    device = jax.local_devices()[0] if mesh is None else mesh.local_devices[0]
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         raise ValueError(f"memory_fraction={fraction}: {device} does not tell its memory; give cache_bytes instead.")
-    return int(fraction * stats["bytes_limit"]) - stats["bytes_in_use"]
+    return (int(fraction * stats["bytes_limit"]) - stats["bytes_in_use"]) * (1 if mesh is None else mesh.size)

@@ -6,6 +6,7 @@ The next token is a hash of everything a query sees, so whatever is wrong in mem
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 from oscar_jax.engine.allocator import Allocator
 from oscar_jax.engine.invariants import check
@@ -35,33 +36,37 @@ def alone(request: Request) -> list[int]:
 
 
 class FakeExecutor:
-    """Memory of the device, as `Executor` describes it.
+    """Memory of the device in `parts`, as `Executor` describes it.
 
     Attributes:
         calls: shapes of the calls so far.
     """
 
-    def __init__(self, shapes: Shapes, tiers: Tiers = TIERS):
+    def __init__(self, shapes: Shapes, tiers: Tiers = TIERS, *, parts: int = 1):
         self.shapes, self.tiers = shapes, tiers
         self.ring = tiers.ring(shapes.drafts + 2)
-        self.rows: list[dict[int, int]] = [{} for _ in range(shapes.rows)]
-        self.pages: dict[tuple[int, int], int] = {}
-        self.tails: dict[int, dict[int, int]] = {}
+        self.rows: list[dict[int, int]] = [{} for _ in range(shapes.rows * parts)]
+        self.pages: dict[tuple[int, int, int], int] = {}
+        self.tails: dict[tuple[int, int], dict[int, int]] = {}
         self.calls: list[tuple[int, int]] = []
 
     def restore(self, row: int, slot: int) -> None:
-        self.rows[row] = dict(self.tails[slot])
+        self.rows[row] = dict(self.tails[self._part(row), slot])
 
     def keep(self, row: int, slot: int) -> None:
-        self.tails[slot] = dict(self.rows[row])
+        self.tails[self._part(row), slot] = dict(self.rows[row])
 
-    def copy_page(self, source: int, target: int) -> None:
-        for row in range(self.tiers.page):
-            self.pages[target, row] = self.pages.get((source, row), -1)
+    def copy_page(self, row: int, source: int, target: int) -> None:
+        part = self._part(row)
+        for offset in range(self.tiers.page):
+            self.pages[part, target, offset] = self.pages.get((part, source, offset), -1)
+
+    def _part(self, row: int) -> int:
+        return row // self.shapes.rows
 
     def run(self, call: DeviceCall) -> list[list[int]]:
         assert (call.batch, call.width) in self.shapes.calls()
-        assert len(call.rows) <= call.batch
+        assert max(Counter(self._part(row.row) for row in call.rows).values()) <= call.batch
         assert len({row.row for row in call.rows}) == len(call.rows)
         self.calls.append((call.batch, call.width))
         return [self._feed(row, call) for row in call.rows]
@@ -74,7 +79,7 @@ class FakeExecutor:
             position = row.start + place
             for j in range(self.tiers.history_end(position - 1), self.tiers.history_end(position)):
                 page, offset = divmod(j - self.tiers.sink, self.tiers.page)
-                self.pages[row.pages[page], offset] = self._plain(row.row, j)
+                self.pages[self._part(row.row), row.pages[page], offset] = self._plain(row.row, j)
             key = position if position < self.tiers.sink else self.tiers.sink + position % self.ring
             self.rows[row.row][key] = token
             if place >= len(row.tokens) - row.draws:
@@ -92,27 +97,28 @@ class FakeExecutor:
         places = [divmod(j - sink, self.tiers.page) for j in history]
         return [
             *(self._plain(row.row, j) for j in range(min(sink, position + 1))),
-            *(self.pages[row.pages[page], offset] for page, offset in places),
+            *(self.pages[self._part(row.row), row.pages[page], offset] for page, offset in places),
             *(self._plain(row.row, j) for j in range(max(sink, end), position + 1)),
         ]
 
 
 class Bench:
-    """A scheduler over the fake device, with the allocator's invariants checked after every step.
+    """A scheduler over the fake device, with the allocators' invariants checked after every step.
 
     Attributes:
         outputs: every `Output` so far.
     """
 
-    def __init__(self, *, pages=24, tails=6, shapes=SHAPES, max_length=64, **options):
-        self.allocator = Allocator(TIERS, pages=pages, tails=tails, take_back=shapes.drafts)
-        self.executor = FakeExecutor(shapes)
-        self.scheduler = Scheduler(self.allocator, self.executor, shapes, max_length=max_length, **options)
+    def __init__(self, *, pages=24, tails=6, shapes=SHAPES, max_length=64, parts=1, **options):
+        self.allocators = [Allocator(TIERS, pages=pages, tails=tails, take_back=shapes.drafts) for _ in range(parts)]
+        self.executor = FakeExecutor(shapes, parts=parts)
+        self.scheduler = Scheduler(self.allocators, self.executor, shapes, max_length=max_length, **options)
         self.outputs: list[Output] = []
 
     def step(self) -> list[Output]:
         outputs = self.scheduler.step()
-        check(self.allocator)
+        for allocator in self.allocators:
+            check(allocator)
         self.outputs += outputs
         return outputs
 

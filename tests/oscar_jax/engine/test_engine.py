@@ -96,7 +96,7 @@ def test_a_mixed_batch_equals_each_request_alone_and_compiles_nothing(engine, al
     assert 0 < stats.drafts_accepted < stats.drafted
     assert stats.cancelled == 1
     assert stats.tokens_in_use == stats.running == stats.waiting == 0
-    check(engine._allocator)
+    check(engine._allocators[0])
     assert got[: len(wanted)] == [alone(request) for request in wanted]
 
 
@@ -156,7 +156,7 @@ def test_wrong_requests_and_sizes_are_named(engine, decoder):
 
 def test_an_executor_refuses_a_cache_that_does_not_fit_its_calls(decoder):
     config = cache_config(CONFIG, max_length=96, tiers=TIERS, plain_dtype="float32", batch=3, step_tokens=3)
-    with pytest.raises(ValueError, match=r"batch=3, step_tokens=3: expected rows=3 and at least 4"):
+    with pytest.raises(ValueError, match=r"batch=3, step_tokens=3: expected rows=3 a part and at least 4"):
         JaxExecutor(decoder, config, codes(), shapes=SHAPES, tails=1)
 
 
@@ -174,7 +174,7 @@ def test_a_prefix_hit_stores_what_the_whole_prompt_stores_in_float64():
             hits = engine.stats().prefix_hits
             engine.complete([Request(prompt, max_tokens=1)])
             assert engine.stats().prefix_hits == hits + bool(first)
-            tail = engine._allocator.tree.match(prompt)
+            tail = engine._allocators[0].tree.match(prompt)
             assert tail is not None
             stored.append(_stored(engine, tail))
         for slots, plain in stored[1:]:

@@ -26,11 +26,11 @@ def random_request(rng: random.Random, *, longest: int = 40) -> Request:
 
 
 @pytest.mark.parametrize("drafter", [None, PromptLookup])
-@pytest.mark.parametrize("pages", [17, 24, 80])
+@pytest.mark.parametrize(("pages", "parts"), [(17, 1), (24, 1), (80, 1), (17, 3)])
 @pytest.mark.parametrize("tails", [0, 2, 12])
-def test_outputs_equal_those_alone_through_preemption_cancels_and_hits(drafter, pages, tails):
+def test_outputs_equal_those_alone_through_preemption_cancels_and_hits(drafter, pages, parts, tails):
     rng = random.Random(f"{pages} {tails}")
-    bench = Bench(pages=pages, tails=tails, drafter=drafter, tail_every=16)
+    bench = Bench(pages=pages, tails=tails, parts=parts, drafter=drafter, tail_every=16)
     requests, cancelled, seen = {}, set(), set()
     while len(requests) < 80 or not bench.scheduler.idle:
         if len(requests) < 80 and rng.random() < 0.4:
@@ -54,15 +54,15 @@ def test_outputs_equal_those_alone_through_preemption_cancels_and_hits(drafter, 
         else:
             assert got == expected
             assert bench.finish(number) == request.finish(expected)
-    counts, stats = bench.scheduler.counts, bench.allocator.stats()
+    counts = bench.scheduler.counts
     assert (counts.submitted, counts.cancelled) == (80, len(cancelled))
     assert counts.finished == 80 - len(cancelled)
-    assert bench.allocator.sequences == []
-    assert bench.allocator.available == pages
-    assert counts.preemptions or pages > 17
+    assert all(allocator.sequences == [] for allocator in bench.allocators)
+    assert all(allocator.available == pages for allocator in bench.allocators)
+    assert counts.preemptions or pages * parts > 17
     assert not counts.preemptions or pages < 80
     assert cancelled
-    assert (stats.hits > 0) == (tails > 0)
+    assert any(allocator.stats().hits for allocator in bench.allocators) == (tails > 0)
     assert (counts.drafts_accepted > 0) == (drafter is not None)
 
 
@@ -142,7 +142,7 @@ def test_a_prefix_inside_a_long_prompt_is_hit_at_a_multiple_of_tail_every():
     request = Request([*[1, 2] * 20, 0, 3], max_tokens=4)
     number = bench.scheduler.submit(request)
     bench.run()
-    assert bench.allocator.stats().tokens_hit == 32
+    assert bench.allocators[0].stats().tokens_hit == 32
     assert bench.tokens(number) == alone(request)
 
 
@@ -195,7 +195,7 @@ def test_wrong_requests_and_settings_are_named():
     shapes = Shapes.of(4, chunks=(4,))
     with pytest.raises(ValueError, match=r"drafter with drafts=0"):
         Scheduler(
-            Allocator(TIERS, pages=24, tails=1), FakeExecutor(shapes), shapes, max_length=64, drafter=PromptLookup
+            [Allocator(TIERS, pages=24, tails=1)], FakeExecutor(shapes), shapes, max_length=64, drafter=PromptLookup
         )
 
 

@@ -1,0 +1,137 @@
+"""Steps and engines over meshes of eight simulated devices against one device; the same tokens up to ties."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from oscar_jax.engine import Engine, Request, Shapes
+from oscar_jax.engine.compilations import compilations
+from oscar_jax.engine.invariants import check
+from oscar_jax.models import random_decoder, tiny_config
+from oscar_jax.sharding import make_mesh, weight_spec
+from oscar_jax.step import Step, _run, cache_config, make_step
+from tests.oscar_jax.tiny import TIERS, tokens
+from tests.pallas_kernels.codes import transform_codes
+
+CONFIG = tiny_config(q_heads=8, kv_heads=2)
+CODES = transform_codes(bucket=16, layers=CONFIG.layers, kv_heads=CONFIG.kv_heads, head_dim=CONFIG.head_dim)
+BATCH, WIDTH, NEW = 4, 24, 8
+TIE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return random_decoder(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def alone(decoder) -> Step:
+    return step_on(decoder, None)
+
+
+def step_on(decoder, mesh) -> Step:
+    config = cache_config(CONFIG, max_length=72, batch=BATCH, tiers=TIERS, plain_dtype="float32", mesh=mesh)
+    return make_step(decoder, config, CODES)
+
+
+def greedy(step: Step, prompts: list[list[int]]):
+    """New tokens `[B, NEW]`, logits `[B, NEW, V]` and the cache; one program for prompts and decoding."""
+    cache, fed, new, logits = step.init(), [list(prompt) for prompt in prompts], [], []
+    while len(new) < NEW:
+        rows, counts = np.zeros((BATCH, WIDTH), np.int32), np.zeros(BATCH, np.int32)
+        longest = max(map(len, fed))
+        for row, left in enumerate(fed):
+            if len(left) == longest or longest <= WIDTH:  # the others wait, so that all end their prompts together
+                counts[row] = min(len(left), WIDTH)
+                rows[row, : counts[row]] = left[:WIDTH]
+                del left[:WIDTH]
+        last, cache = step(cache, rows, counts)
+        if not any(fed):
+            logits.append(np.asarray(last))
+            new.append(logits[-1].argmax(-1))
+            fed = [[int(token)] for token in new[-1]]
+    return np.stack(new, 1), np.stack(logits, 1), cache
+
+
+@pytest.mark.parametrize(("data", "tensor"), [(1, 8), (2, 4), (4, 2)])
+def test_a_mesh_gives_the_tokens_of_one_device(decoder, alone, data, tensor):
+    """Also with more devices than KV heads: then each holds one of several copies."""
+    prompts = tokens(40, 3, 25, 60)
+    expected, logits, _ = greedy(alone, prompts)
+    step = step_on(decoder, make_mesh(data=data, tensor=tensor))
+    got, others, cache = greedy(step, prompts)
+    for row in range(BATCH):
+        differs = np.flatnonzero(got[row] != expected[row])
+        same = differs[0] if differs.size else NEW
+        np.testing.assert_allclose(others[row, :same], logits[row, :same], rtol=0, atol=TIE)
+        if differs.size:
+            second, first = np.sort(logits[row, same])[-2:]
+            assert first - second < TIE
+    assert cache.history is not None
+    assert step.codes is not None
+    heads = max(tensor, CONFIG.kv_heads)
+    assert cache.history.key.slots.shape[2] == cache.plain.recent_k.shape[3] == heads
+    assert {shard.data.shape[2] for shard in cache.history.key.slots.addressable_shards} == {heads // tensor}
+    assert {shard.data.shape[1] for shard in cache.plain.recent_k.addressable_shards} == {BATCH // data}
+    for shard in step.codes.key.encode.addressable_shards:  # every head's code lies where the head does
+        head = shard.index[1].start or 0
+        original = np.asarray(CODES.key.encode)[:, head * CONFIG.kv_heads // heads]
+        np.testing.assert_array_equal(shard.data[:, 0], original)
+    row, count = np.zeros((BATCH, WIDTH), np.int32), np.ones(BATCH, np.int32)
+    before = compilations()
+    compiled = _run.lower(step.decoder, step.codes, cache, row, count, config=step.config, output="last").compile()
+    assert compilations() == before  # what a step returns is laid out as what it was given
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None
+    assert not re.search(r" (all-gather|all-to-all|collective-permute)\(", text)
+    assert len(re.findall(r" all-reduce\(", text)) <= 3  # embedding, and in a layer after attention and after the MLP
+    assert memory is not None
+    assert memory.alias_size_in_bytes >= sum(x.nbytes for x in jax.tree.leaves(cache.history)) // (data * tensor)
+
+
+def test_an_engine_on_a_mesh_serves_from_pools_of_its_parts(decoder, alone):
+    shapes = Shapes(rows=2, decode_batches=(2,), prefill_batches=(1,), chunks=(16,))
+    engine = Engine(
+        decoder, CODES, max_length=72, tiers=TIERS, plain_dtype="float32", shapes=shapes, pages=9, tails=2,
+        mesh=make_mesh(data=2, tensor=4),
+    )  # fmt: skip
+    prompts = tokens(40, 3, 25, 50)
+    requests = [Request(prompt, max_tokens=NEW) for prompt in prompts]
+    expected = greedy(alone, prompts)[0].tolist()
+    assert engine.complete([*requests, *requests[::-1]]) == [*expected, *expected[::-1]]
+    before = compilations()
+    assert engine.complete([requests[3], requests[1]]) == [expected[3], expected[1]]  # found kept
+    assert compilations() == before
+    stats = engine.stats()
+    assert stats.device_bytes == stats.expected_bytes
+    assert stats.prefix_hits
+    assert stats.tokens_in_use == 0
+    for allocator in engine._allocators:
+        assert allocator.stats().tokens_asked
+        check(allocator)
+
+
+def test_what_a_mesh_does_not_divide_is_named(decoder):
+    with pytest.raises(ValueError, match=r"data=3, tensor=4: expected sizes of at least 1 and a product of at most 8"):
+        make_mesh(data=3, tensor=4)
+    with pytest.raises(ValueError, match=r"batch=3, pages=None on a mesh with data=2: expected multiples of 2"):
+        cache_config(CONFIG, max_length=72, batch=3, mesh=make_mesh(data=2))
+    with pytest.raises(ValueError, match=r"tensor=3: expected whole query heads .*the nearest that fits is tensor=2"):
+        cache_config(CONFIG, max_length=72, mesh=make_mesh(tensor=3))
+    with pytest.raises(ValueError, match=r"mesh with axes \('data', 'model'\).*\('data', 'tensor'\), both Auto"):
+        cache_config(CONFIG, max_length=72, mesh=jax.make_mesh((1, 2), ("data", "model")))
+    config = cache_config(CONFIG, max_length=72, batch=2, tiers=TIERS, pages=14, mesh=make_mesh(data=2))
+    with pytest.raises(ValueError, match=r"pages=14: one sequence of max_length=72 needs 8, in each of 2 parts"):
+        make_step(decoder, config, CODES).init()
+
+
+def test_a_vocabulary_that_the_mesh_does_not_divide_is_on_every_device():
+    mesh = make_mesh(tensor=4)
+    assert weight_spec("embedding", CONFIG, mesh) == jax.P("tensor")
+    assert weight_spec("embedding", tiny_config(vocab_size=97), mesh) == jax.P()
+    assert weight_spec("layers.key", CONFIG, mesh) == jax.P()
+    assert weight_spec("layers.query", CONFIG, mesh) == jax.P(None, None, "tensor")
