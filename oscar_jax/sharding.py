@@ -154,14 +154,20 @@ def placed(
     return jax.make_array_from_single_device_arrays(shape, target, parts)
 
 
+def decoder_specs(decoder: Decoder, mesh: Mesh) -> Decoder:
+    """Partition specs in place of a decoder's arrays."""
+
+    def spec(path: Any, leaf: Any) -> PartitionSpec:
+        del leaf
+        name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+        return weight_spec(name, decoder.config, mesh)
+
+    return jax.tree_util.tree_map_with_path(spec, decoder)
+
+
 def place_decoder(decoder: Decoder, mesh: Mesh) -> Decoder:
     """The decoder with its weights on the mesh; what lies there already is not copied."""
-
-    def place(path: Any, leaf: jax.Array) -> jax.Array:
-        name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
-        return jax.device_put(leaf, named(mesh, weight_spec(name, decoder.config, mesh)))
-
-    return jax.tree_util.tree_map_with_path(place, decoder)
+    return jax.device_put(decoder, named(mesh, decoder_specs(decoder, mesh)))
 
 
 def place_codes(codes: TransformCodes, mesh: Mesh, *, kv_heads: int) -> TransformCodes:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from oscar_jax import sharding
 from oscar_jax.models.config import ModelConfig
 from oscar_jax.models.decoder import Decoder, parameter_shapes
 
@@ -17,10 +18,10 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file: its shape, known without reading it, and how to read it."""
+    """A tensor in a file: its shape, known without reading it, and how to read a part of it."""
 
     shape: tuple[int, ...]
-    read: Callable[[], np.ndarray]
+    read: Callable[[tuple[slice, ...]], np.ndarray]
 
 
 def compute_dtype(dtype: object) -> np.dtype:
@@ -45,8 +46,12 @@ def assemble(
     source: str,
     dtype: object,
     ignored: str = r"(?!)",
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Decoder:
     """Reads, transposes, stacks and casts a checkpoint's tensors.
+
+    One weight of all layers is on the host at a time; on a mesh one device's part of it, and a process reads only the
+    parts that its devices hold.
 
     Args:
         config: the model.
@@ -55,26 +60,48 @@ def assemble(
         source: what to call the checkpoint in errors.
         dtype: of all weights.
         ignored: pattern of whole names that may be present and are not used.
+        mesh: to place the weights on; None for one device.
 
     Raises:
         ValueError: tensors are missing, unknown, or of the wrong shape; every one of them is listed.
     """
     dtype = compute_dtype(dtype)
     shapes = parameter_shapes(config)
-    places: dict[str, tuple[str, int | None]] = {}
-    for name in shapes:
-        for layer in range(config.layers) if name.startswith("layers.") else (None,):
-            places[names[name].format(layer=layer)] = (name, layer)
-    _check(tensors, {key: shapes[name].stored for key, (name, _) in places.items()}, source=source, ignored=ignored)
-
-    weights = {
-        name: np.empty((config.layers, *kind.shape) if name.startswith("layers.") else kind.shape, dtype)
+    expected = {
+        names[name].format(layer=layer): kind.stored
         for name, kind in shapes.items()
+        for layer in range(config.layers if name.startswith("layers.") else 1)
     }
-    for key, (name, layer) in places.items():
-        x = tensors[key].read()
-        weights[name][... if layer is None else layer] = x.T if shapes[name].matrix else x
-    return Decoder(config, {name: jnp.asarray(weight) for name, weight in weights.items()})
+    _check(tensors, expected, source=source, ignored=ignored)
+
+    weights = {}
+    for name, kind in shapes.items():
+        layered = name.startswith("layers.")
+        keys = [names[name].format(layer=layer) for layer in range(config.layers if layered else 1)]
+
+        def read(index: tuple[slice, ...], keys=keys, matrix=kind.matrix, layered=layered) -> np.ndarray:
+            """A part of the weight; of a layered one `index` begins with all layers."""
+            inner = index[1:] if layered else index
+            first = _part(tensors[keys[0]], inner, matrix)
+            if not layered:
+                return first.astype(dtype, copy=False)
+            stacked = np.empty((len(keys), *first.shape), dtype)
+            stacked[0] = first
+            for layer, key in enumerate(keys[1:], 1):
+                stacked[layer] = _part(tensors[key], inner, matrix)
+            return stacked
+
+        shape = (config.layers, *kind.shape) if layered else kind.shape
+        if mesh is None:
+            weights[name] = jnp.asarray(read((slice(None),) * len(shape)))
+        else:
+            weights[name] = sharding.placed(mesh, sharding.weight_spec(name, config, mesh), shape, read)
+    decoder = Decoder(config, weights)
+    return decoder if mesh is None else sharding.place_decoder(decoder, mesh)
+
+
+def _part(tensor: StoredTensor, index: tuple[slice, ...], matrix: bool) -> np.ndarray:
+    return tensor.read(index[::-1]).T if matrix else tensor.read(index)
 
 
 def _check(

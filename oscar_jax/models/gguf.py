@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from gguf import GGUFReader, dequantize
 
@@ -133,16 +134,17 @@ class GgufModel:
             qk_norm=self.architecture == "qwen3",
         )
 
-    def decoder(self, config: ModelConfig, *, dtype: object) -> Decoder:
-        """Dequantizes all weights.
+    def decoder(self, config: ModelConfig, *, dtype: object, mesh: jax.sharding.Mesh | None = None) -> Decoder:
+        """Dequantizes all weights; on a mesh a tensor at a time, of which its devices' parts stay.
 
         Raises:
             ValueError: tensors that do not fit the configuration, all listed.
         """
         tensors = {key: StoredTensor(_shape(t), self._weight_reader(t, config)) for key, t in self._tensors.items()}
         return assemble(
-            config, tensors, NAMES, source=str(self.path), dtype=dtype, ignored=_FREQUENCY_DIVISORS.replace(".", r"\.")
-        )
+            config, tensors, NAMES, source=str(self.path), dtype=dtype, mesh=mesh,
+            ignored=_FREQUENCY_DIVISORS.replace(".", r"\."),
+        )  # fmt: skip
 
     def tokenizer(self) -> Any:
         """A transformers fast tokenizer, or None if the file has none."""
@@ -188,13 +190,16 @@ class GgufModel:
         return rotary, factor
 
     def _weight_reader(self, tensor: Any, config: ModelConfig):
-        def read() -> np.ndarray:
-            x = dequantize(tensor.data, tensor.tensor_type).reshape(_shape(tensor))
-            if self.architecture != "llama":
-                return x
+        shape = _shape(tensor)
+
+        def read(index: tuple[slice, ...]) -> np.ndarray:
+            data = tensor.data[index[0]]  # rows, or the only axis; on the other one blocks cannot be cut
+            x = dequantize(data, tensor.tensor_type).reshape(len(data), *shape[1:])
             kind = tensor.name.split(".")[-2]
             heads = {"attn_q": config.q_heads, "attn_k": config.kv_heads}.get(kind)
-            return x if heads is None else _halves_from_pairs(x, heads)
+            if self.architecture == "llama" and heads is not None:
+                x = _halves_from_pairs(x, heads * len(data) // shape[0])
+            return x[(slice(None), *index[1:])]
 
         return read
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp  # noqa: F401  (registers bfloat16 with numpy, which safetensors needs to return such tensors)
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -98,8 +99,8 @@ def config_from_dict(raw: Mapping[str, Any], *, max_position: int | None = None)
     )
 
 
-def read_decoder(folder: Path, config: ModelConfig, *, dtype: object) -> Decoder:
-    """Reads all weights of a directory.
+def read_decoder(folder: Path, config: ModelConfig, *, dtype: object, mesh: jax.sharding.Mesh | None = None) -> Decoder:
+    """Reads all weights of a directory, or on a mesh those parts that this process's devices hold.
 
     Raises:
         ValueError: no safetensors, a shard that the index names is not there, a truncated or damaged file, or tensors
@@ -114,7 +115,7 @@ def read_decoder(folder: Path, config: ModelConfig, *, dtype: object) -> Decoder
         except SafetensorError as error:
             raise ValueError(f"{path}: truncated or damaged ({_one_line(error)}); fetch the file again.") from error
     ignored = _BUFFERS + ("|" + NAMES["head"] if config.tied_embeddings else "")
-    return assemble(config, tensors, NAMES, source=str(folder), dtype=dtype, ignored=ignored)
+    return assemble(config, tensors, NAMES, source=str(folder), dtype=dtype, ignored=ignored, mesh=mesh)
 
 
 def read_tokenizer(folder: Path) -> Any:
@@ -190,9 +191,9 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _reader(path: Path, key: str):
-    def read() -> np.ndarray:
+    def read(index: tuple[slice, ...]) -> np.ndarray:
         with safe_open(path, framework="np") as file:
-            return file.get_tensor(key)
+            return file.get_slice(key)[index]
 
     return read
 

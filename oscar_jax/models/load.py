@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from calib.identity import ModelIdentity
@@ -35,7 +36,13 @@ class LoadedModel:
         return cls(decoder, config, tokenizer, identity)
 
 
-def load(source: str | Path, *, dtype: Any = jnp.float32, max_position: int | None = None) -> LoadedModel:
+def load(
+    source: str | Path,
+    *,
+    dtype: Any = jnp.float32,
+    max_position: int | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+) -> LoadedModel:
     """Loads a Llama, Qwen2 or Qwen3 model.
 
     Args:
@@ -43,6 +50,7 @@ def load(source: str | Path, *, dtype: Any = jnp.float32, max_position: int | No
             `oscar-jax download` has fetched.
         dtype: of weights and computation: float32, bfloat16, float16, or float64 (within `jax.enable_x64(True)`).
         max_position: tokens to make rotary tables for; None means the model's context, more is refused.
+        mesh: of `sharding.make_mesh`, whose devices get their parts of the weights; None for one device.
 
     Raises:
         ValueError: nothing there, an unknown architecture, weights that do not fit, or `max_position` too large.
@@ -52,12 +60,12 @@ def load(source: str | Path, *, dtype: Any = jnp.float32, max_position: int | No
     path = _resolve(source)
     if path.is_dir():
         config = hf.read_config(path, max_position=max_position)
-        decoder = hf.read_decoder(path, config, dtype=dtype)
+        decoder = hf.read_decoder(path, config, dtype=dtype, mesh=mesh)
         return LoadedModel.build(decoder, hf.read_tokenizer(path), path.resolve().name)
     from oscar_jax.models.gguf import GgufModel  # its reader is needed for GGUF files only
 
     model = GgufModel(path)
-    decoder = model.decoder(model.config(max_position=max_position), dtype=dtype)
+    decoder = model.decoder(model.config(max_position=max_position), dtype=dtype, mesh=mesh)
     return LoadedModel.build(decoder, model.tokenizer(), model.name)
 
 
