@@ -3,9 +3,10 @@
 No TPU has run this file. It is compiled for real chips by libtpu and simulated with race detection (`docs/tpu.md`).
 
 A program first reads the plain tokens, then walks the pages of its sequence, `pages` at a time through `depth`
-buffers: while one set of pages is computed on, the next are on their way. Pages lie `[K, N/4, page]`, tokens on the 128
-lanes, so a page of all its heads is one piece of memory. Lists of pages and lengths are scalars that are there before
-the program starts.
+buffers: while one set of pages is computed on, the next are on their way. Pages of 128 lie `[K, N/4, page]`, tokens on
+the 128 lanes, so a page of all its heads is one piece of memory; shorter ones lie in words, of which several pages make
+128 tokens (`pallas_kernels.tpu_pages`), and XLA gathers their scales. Lists of pages and lengths are scalars that are
+there before the program starts.
 
 Bytes become numbers without a conversion. Four sublanes of bytes seen as one 32-bit word hold two 16-bit words of eight
 slots each; `word >> shift & mask | 0x4300` is, as two bfloat16 numbers, `128 + 4^k c`: three logic operations turn
@@ -30,20 +31,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import codec
+from pallas_kernels import codec, tpu_pages
 from pallas_kernels.attention.api import AttentionSpec, PlainTiers, ring_positions
-from pallas_kernels.history import History, turn_factors
+from pallas_kernels.history import LANES, History, short_page, turn_factors
 from pallas_kernels.storage import loaded
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
 
 MASKED = -1e30  # finite, so that differences of two masked logits are zero and not NaN
-LANES = 128
 SUBLANES = 8
 MAX_TOKENS = 16
 MAX_ROWS = 256  # query heads a KV head times query tokens
 HEAD_DIMS = (64, 128, 256)
-PAGE = 128
 STEP_TOKENS = 512  # of history that a program computes on at a time, at most
 DEPTH = 3  # buffers of so many tokens
 VMEM = 12 * 2**20  # bytes that a program plans with; the smallest chip has 16 MiB
@@ -70,7 +69,8 @@ class _Plan:
     key_slots: int
     value_slots: int
     page: int  # tokens
-    pages: int  # of a step
+    together: int  # pages that make a block of 128 tokens
+    blocks: int  # of a step
     depth: int  # buffers
     bucket: int  # steps of a bucket, 0 without buckets
     table: int  # page-table entries of a sequence
@@ -85,9 +85,14 @@ class _Plan:
     scale_dtype: str
 
     @property
+    def pages(self) -> int:
+        """Pages of a step."""
+        return self.blocks * self.together
+
+    @property
     def step(self) -> int:
         """Tokens of a step."""
-        return self.pages * self.page
+        return self.blocks * LANES
 
 
 class _Inputs(NamedTuple):
@@ -104,15 +109,15 @@ class _Inputs(NamedTuple):
     key_mean: Any  # f32 [L, K, 1, D]
     value_mean: Any
     turns: Any  # two of f32 [buckets, D]
-    key: Any  # uint8 [L, P, K, N/4, page]
+    key: Any  # uint8 [L, P, K, N/4, page], or of short pages int32 [L, P, K/h, R, 128]
     value: Any
-    numbers: Any  # 16-bit words [L, P, K, page]: scales of keys and values, then offsets
+    numbers: Any  # int16 [L, P, K, page], of short pages [B, steps, K, step]: scales of keys and values, then offsets
 
 
 class _Scratch(NamedTuple):
-    key: Any  # uint8 [depth, pages, heads, N/4, page]
+    key: Any  # uint8 [depth, blocks, heads, N/4, page], or int32 [depth, blocks, heads/h, h N/16, 128]
     value: Any
-    numbers: Any  # list of [depth, pages, K, page]
+    numbers: Any  # list of [depth, pages, K, page] or [depth, 1, K, step]
     arrived: Any  # DMA semaphores [depth, arrays]
     query: Any  # bf16 [heads, 2 Q, N], high and low parts
     constants: Any  # f32 [3, heads, Q, 1]: bias of the products, sum of q', logit of the mean
@@ -184,7 +189,8 @@ def attend(
     first = jnp.zeros_like(starts) if window is None else jnp.maximum(starts - limit + 1 - tiers.sink, 0) // plan.step
     pool = history.key.scale.shape[1]
     table = jnp.pad(page_indices.astype(jnp.int32), ((0, 0), (0, plan.table - page_indices.shape[1])))
-    scalars = (layer, limit, first, stored, _in_range(table, pool).reshape(-1))
+    table = _in_range(table, pool)
+    scalars = (layer, limit, first, stored, table.reshape(-1))
 
     plain_key, plain_value, plain_positions = _plain(plan, k, v, plain, layer[0], starts, counts, tiers)
     turns = turn_factors(codes, tiers, tiers.sink + plan.table * plan.page, dim)
@@ -205,7 +211,7 @@ def attend(
         turns=tuple(jnp.asarray(x) for x in turns) if plan.turned else None,
         key=history.key.slots,
         value=history.value.slots,
-        numbers=[lax.bitcast_convert_type(x, jnp.int16) for x in words if x is not None],
+        numbers=[_numbers(plan, x, layer[0], table) for x in words if x is not None],
     )
     output, slots = _call(plan, scalars, inputs, interpret)
     decode = jnp.asarray(codes.value.decode)[layer[0]][:, field_order(plan.value_slots)]
@@ -236,31 +242,32 @@ def _check(q, k, plain, history, codes, tiers) -> None:
         raise NotImplementedError(f"{tokens} query tokens a call: at most {MAX_TOKENS} are built")
     if rows > MAX_ROWS:
         raise NotImplementedError(f"{rows} query rows a KV head: at most {MAX_ROWS} are built")
-    if tiers.page != PAGE:
-        raise NotImplementedError(f"page={tiers.page}: {PAGE} is built, as many tokens as there are lanes")
-    if not (history.key.tokens_last and history.value.tokens_last):
-        raise NotImplementedError("the history was laid out for another implementation")
+    for pool in (history.key, history.value):
+        tpu_pages.check(pool, dim, tiers.page)
+    if codes.bucket is not None and codes.bucket % LANES:
+        raise NotImplementedError(f"buckets of {codes.bucket} tokens: multiples of {LANES} are built")
 
 
 def _plan(q, k, plain, page_indices, codes, tiers, spec, windowed, sinks) -> _Plan:
     dim, tokens, kv_heads = q.shape[3], q.shape[1], k.shape[2]
-    per_bucket = None if codes.bucket is None else codes.bucket // tiers.page
-    pages = STEP_TOKENS // tiers.page if per_bucket is None else math.gcd(STEP_TOKENS // tiers.page, per_bucket)
-    pages = max(1, min(pages, pl.next_power_of_2(page_indices.shape[1])))
-    if per_bucket is not None:
-        pages = math.gcd(pages, per_bucket)
+    together, per_bucket = LANES // tiers.page, 0 if codes.bucket is None else codes.bucket // LANES
+    blocks = min(STEP_TOKENS // LANES, pl.next_power_of_2(max(1, pl.cdiv(page_indices.shape[1], together))))
+    blocks = math.gcd(blocks, per_bucket)
+    pages = blocks * together
     plan = _Plan(
         rows=-(-tokens * (q.shape[2] // kv_heads) // SUBLANES) * SUBLANES, kv_heads=kv_heads, heads=kv_heads,
-        head_dim=dim, key_slots=codes.key.slots, value_slots=codes.value.slots, page=tiers.page, pages=pages,
-        depth=DEPTH, bucket=0 if per_bucket is None else per_bucket // pages,
+        head_dim=dim, key_slots=codes.key.slots, value_slots=codes.value.slots, page=tiers.page, together=together,
+        blocks=blocks, depth=DEPTH, bucket=per_bucket // blocks,
         table=max(1, pl.cdiv(page_indices.shape[1], pages)) * pages,
         plain=pl.cdiv(tiers.sink + tokens + plain.recent_k.shape[2], LANES) * LANES, sink=tiers.sink, spec=spec,
         windowed=windowed, key_offset=codes.key.has_offset, value_offset=codes.value.has_offset,
         turned=codes.bucket is not None and codes.rotary is not None, sinks=sinks, scale_dtype=codes.scale_dtype,
     )  # fmt: skip
-    divisors = [n for n in range(kv_heads, 0, -1) if kv_heads % n == 0]
+    size = short_page(plan.key_slots, plan.page, kv_heads)
+    unit = size.heads if size else 1
+    divisors = [n for n in range(kv_heads, 0, -1) if kv_heads % n == 0 and n % unit == 0]
     fitting = (n for n in divisors if vmem_bytes(dataclasses.replace(plan, heads=n)) <= VMEM)
-    return dataclasses.replace(plan, heads=next(fitting, 1))
+    return dataclasses.replace(plan, heads=next(fitting, unit))
 
 
 def vmem_bytes(plan: _Plan) -> int:
@@ -280,6 +287,18 @@ def vmem_bytes(plan: _Plan) -> int:
 def _in_range(pages: jax.Array, pool: int) -> jax.Array:
     """Page ids that a copy may follow; what a table holds past a sequence's history is never trusted."""
     return jnp.clip(pages, 0, pool - 1)
+
+
+def _numbers(plan: _Plan, words: jax.Array, layer: jax.Array, table: jax.Array) -> jax.Array:
+    """Scales or offsets as the kernel copies them; of short pages in the order of the sequences.
+
+    A page of 16 has 32 bytes of a head's scales, where a copy takes whole registers: the pool would be padded.
+    """
+    words = lax.bitcast_convert_type(words, jnp.int16)
+    if plan.together == 1:
+        return words
+    words = words[layer, table].reshape(len(table), -1, plan.pages, plan.kv_heads, plan.page)
+    return words.swapaxes(2, 3).reshape(*words.shape[:2], plan.kv_heads, plan.step)
 
 
 def _rows(plan: _Plan, q: jax.Array, kv_heads: int) -> jax.Array:
@@ -359,11 +378,19 @@ def _call(plan: _Plan, scalars, inputs: _Inputs, interpret) -> tuple[jax.Array, 
         numbers=[anywhere] * len(inputs.numbers),
     )
     specs = _Inputs(*(None if x is None else spec for x, spec in zip(inputs, specs, strict=True)))
-    slot_buffer = (plan.depth, plan.pages, heads)
+
+    def slot_buffers(pool: jax.Array) -> Any:
+        units, rows, lanes = pool.shape[2:]
+        shape = (units * heads // plan.kv_heads, rows * plan.together, lanes)
+        return pltpu.VMEM((plan.depth, plan.blocks, *shape), pool.dtype)
+
     scratch = _Scratch(
-        key=pltpu.VMEM((*slot_buffer, *inputs.key.shape[3:]), jnp.uint8),
-        value=pltpu.VMEM((*slot_buffer, *inputs.value.shape[3:]), jnp.uint8),
-        numbers=[pltpu.VMEM((plan.depth, plan.pages, *x.shape[2:]), x.dtype) for x in inputs.numbers],
+        key=slot_buffers(inputs.key),
+        value=slot_buffers(inputs.value),
+        numbers=[
+            pltpu.VMEM((plan.depth, plan.step // x.shape[3], plan.kv_heads, x.shape[3]), x.dtype)
+            for x in inputs.numbers
+        ],
         arrived=pltpu.SemaphoreType.DMA((plan.depth, 2 + len(inputs.numbers))),
         query=pltpu.VMEM((heads, 2 * rows, plan.key_slots), jnp.bfloat16),
         constants=pltpu.VMEM((3, heads, rows, 1), jnp.float32),
@@ -393,34 +420,47 @@ def _call(plan: _Plan, scalars, inputs: _Inputs, interpret) -> tuple[jax.Array, 
 
 
 def _attend(layer, limit, first, stored, table, inputs: _Inputs, output, slots, scratch: _Scratch, *, plan: _Plan):
-    sequence, block = pl.program_id(0), pl.program_id(1)
+    sequence, heads_block = pl.program_id(0), pl.program_id(1)
     tokens, begin = stored[sequence], first[sequence]
     pages = lax.div(tokens + plan.page - 1, jnp.int32(plan.page))
     end = lax.div(pages + plan.pages - 1, jnp.int32(plan.pages))
 
-    def copies(step, page: int):
-        """The copies of one page of a step into its buffer."""
-        place = lax.rem(step, jnp.int32(plan.depth))
-        number = table[sequence * plan.table + step * plan.pages + page]
-        heads = pl.ds(block * plan.heads, plan.heads)
-        sources = [x.at[layer[0], number, heads] for x in (inputs.key, inputs.value)]
-        sources += [x.at[layer[0], number] for x in inputs.numbers]
-        targets = [x.at[place, page] for x in (scratch.key, scratch.value, *scratch.numbers)]
-        return [
-            pltpu.make_async_copy(source, target, scratch.arrived.at[place, i])
-            for i, (source, target) in enumerate(zip(sources, targets, strict=True))
-        ]
-
     def each(step, action: str) -> None:
-        for page in range(plan.pages):
+        """Starts the copies of a step into its buffer, or waits for them."""
+        place = lax.rem(step, jnp.int32(plan.depth))
 
-            @pl.when((step < end) & (step * plan.pages + page < pages))
-            def _(page=page):
-                for copy in copies(step, page):
-                    getattr(copy, action)()
+        def copy(array: int, source, target) -> None:
+            getattr(pltpu.make_async_copy(source, target, scratch.arrived.at[place, array]), action)()
 
-    for ahead in range(plan.depth - 1):
-        each(begin + ahead, "start")
+        @pl.loop(0, plan.blocks, unroll=plan.together == 1)
+        def _(block):
+            for i in range(plan.together):
+                entry = step * plan.pages + block * plan.together + i
+
+                @pl.when((step < end) & (entry < pages))
+                def _(i=i, entry=entry):
+                    page = table[sequence * plan.table + entry]
+                    for array, (pool, buffer) in enumerate(((inputs.key, scratch.key), (inputs.value, scratch.value))):
+                        units, rows = buffer.shape[2], pool.shape[3]
+                        copy(
+                            array,
+                            pool.at[layer[0], page, pl.ds(heads_block * units, units)],
+                            buffer.at[place, block, :, pl.ds(i * rows, rows)],
+                        )
+                    if plan.together == 1:
+                        for array, (pool, buffer) in enumerate(zip(inputs.numbers, scratch.numbers, strict=True), 2):
+                            copy(array, pool.at[layer[0], page], buffer.at[place, block])
+
+        if plan.together > 1:
+
+            @pl.when(step < end)
+            def _():
+                for array, (rows, buffer) in enumerate(zip(inputs.numbers, scratch.numbers, strict=True), 2):
+                    copy(array, rows.at[sequence, step], buffer.at[place, 0])
+
+    @pl.loop(begin, begin + plan.depth - 1)
+    def _(step):
+        each(step, "start")
 
     @pl.loop(0, plan.heads)
     def _(head):
@@ -440,12 +480,12 @@ def _attend(layer, limit, first, stored, table, inputs: _Inputs, output, slots, 
         place = lax.rem(step, jnp.int32(plan.depth))
         index = step * plan.step + lax.broadcasted_iota(jnp.int32, (1, plan.step), 1)
         for i, words in enumerate(scratch.numbers):
-            numbers = jnp.concatenate([_number(plan, words[place, page]) for page in range(plan.pages)], axis=1)
+            numbers = jnp.concatenate([_number(plan, words[place, page]) for page in range(words.shape[1])], axis=1)
             scratch.wide[i] = jnp.where(index < tokens, numbers, 0.0)  # what lies past the end may be NaN
 
         @pl.loop(0, plan.heads)
         def _(head):
-            _read_history(plan, inputs, scratch, slots, limit[0], plan.sink + index, tokens, place, block, head)
+            _read_history(plan, inputs, scratch, slots, limit[0], plan.sink + index, tokens, place, heads_block, head)
 
     @pl.loop(0, plan.heads)
     def _(head):
@@ -500,15 +540,16 @@ def _transform(plan: _Plan, inputs: _Inputs, scratch: _Scratch, bucket, head) ->
         scratch.constants[i, head] = constant
 
 
-def _read_history(plan: _Plan, inputs, scratch: _Scratch, slots, limit, j, tokens, place, block, head) -> None:
+def _read_history(plan: _Plan, inputs, scratch: _Scratch, slots, limit, j, tokens, place, heads_block, head) -> None:
     """Adds the tokens of a step, at positions j `[1, step]`."""
-    row = pl.ds(block * plan.heads + head, 1)
+    row = pl.ds(heads_block * plan.heads + head, 1)
     numbers = [scratch.wide[i, row, :] for i in range(len(scratch.numbers))]
     bias, sigma, mean = (scratch.constants[i, head] for i in range(3))
     sums = _Sums(*(scratch.sums[i, head] for i in range(len(_Sums._fields))))
 
-    def fields(words) -> jax.Array:
-        return jnp.concatenate([_fields(words[place, page, head]) for page in range(plan.pages)], axis=1)
+    def fields(slots) -> jax.Array:
+        words = (_words(plan, slots.at[place, block], head) for block in range(plan.blocks))
+        return jnp.concatenate([_fields(x) for x in words], axis=1)
 
     logits = _sum_of_halves(_dot(scratch.query[head], fields(scratch.key), 0))
     logits = numbers[0] * (logits - bias) + mean
@@ -539,12 +580,23 @@ def _read_history(plan: _Plan, inputs, scratch: _Scratch, slots, limit, j, token
         scratch.sums[i, head] = x
 
 
+def _words(plan: _Plan, slots, head) -> jax.Array:
+    """Words int32 `[N/16, 128]` of a head, from the slots of a block in its buffer."""
+    if plan.together == 1:
+        return pltpu.bitcast(slots[head], jnp.int32)
+    heads = plan.heads // slots.shape[0]  # of a unit
+    words = tpu_pages.exchange(slots[lax.div(head, jnp.int32(heads))], plan.page)
+    if heads == 1:
+        return words
+    rows = words.shape[0] // heads
+    return jnp.where(lax.rem(head, jnp.int32(2)) == 0, words[:rows], words[rows:])
+
+
 def _fields(words: jax.Array) -> jax.Array:
-    """Slots c of bytes uint8 `[N/4, tokens]` as bfloat16 `128 + 4^power c`, `[N, tokens]` in `field_order`."""
-    pairs = pltpu.bitcast(words, jnp.int32)
+    """Slots c of words int32 `[N/16, tokens]` as bfloat16 `128 + 4^power c`, `[N, tokens]` in `field_order`."""
     fields = []
     for shift, power in zip(SHIFTS, POWERS, strict=True):
-        here = pairs >> shift if shift else pairs
+        here = words >> shift if shift else words
         fields.append(pltpu.bitcast(here & (0x00030003 << 2 * power) | ONE_PLUS, jnp.bfloat16))
     return jnp.concatenate(fields, axis=0)
 

@@ -30,7 +30,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import codec
 from pallas_kernels.attention.api import AttentionSpec, PlainTiers
-from pallas_kernels.attention.triton import LOG2E, MASKED, MAX_HEAD_DIM, UNLIMITED, _asm, _at, _div, _iota, _rem
+from pallas_kernels.attention.triton import MAX_HEAD_DIM, UNLIMITED, ops
 from pallas_kernels.history import History, turn_factors
 from pallas_kernels.storage import loaded
 from pallas_kernels.tiers import Tiers
@@ -103,7 +103,7 @@ class _Plan:
     @property
     def logit_scale(self) -> float:
         """Factor on q: logits come out as powers of two, or in units of the soft-cap."""
-        return self.spec.scale * (LOG2E if self.spec.softcap is None else 1 / self.spec.softcap)
+        return self.spec.scale * (ops.LOG2E if self.spec.softcap is None else 1 / self.spec.softcap)
 
 
 class _Operands(NamedTuple):
@@ -269,16 +269,16 @@ def _attend(operands: _Operands, out_ref, *, plan: _Plan):
     state = _map_back(plan, operands, program, _over_history(plan, operands, program))
     state = _over_plain(plan, operands, program, state)
     if operands.sink_logits is not None:
-        sink = plgpu.load(operands.sink_logits.at[program.query_head]) * LOG2E
+        sink = plgpu.load(operands.sink_logits.at[program.query_head]) * ops.LOG2E
         maximum = jnp.maximum(state.maximum, sink)
         rescale = _exp2(plan, state.maximum - maximum)
         total = state.total * rescale + _exp2(plan, sink - maximum)
         state = _State(maximum, total, state.output * rescale[:, None])
     output = state.output * _inverse(state.total)[:, None]
-    d = _iota(plan.dim)
+    d = ops.iota(plan.dim)
     # What is masked must not name a place twice: the interpreter writes it all the same.
     token = jnp.where(program.real, program.token, plan.tokens)
-    at = _at(out_ref, program.batch, token[:, None], program.query_head[:, None], d[None, :])
+    at = ops.at(out_ref, program.batch, token[:, None], program.query_head[:, None], d[None, :])
     plgpu.store(at, output.astype(out_ref.dtype), mask=program.real[:, None] & (d < plan.head_dim)[None, :])
 
 
@@ -288,17 +288,17 @@ def _program(plan: _Plan, operands: _Operands) -> _Program:
     # The last rows of a chunk see most: they begin first, so that the launch ends evenly.
     base = (plan.blocks - 1 - pl.program_id(2)) * plan.block.rows
     rows = plan.groups * plan.tokens
-    row = base + _iota(plan.block.rows)
+    row = base + ops.iota(plan.block.rows)
     real = row < rows
     row = jnp.where(real, row, base)
-    token = _div(row, plan.groups)
-    first = _div(base, plan.groups)
-    last = jnp.minimum(_div(jnp.minimum(base + plan.block.rows, rows) - 1, plan.groups), count - 1)
+    token = ops.div(row, plan.groups)
+    first = ops.div(base, plan.groups)
+    last = jnp.minimum(ops.div(jnp.minimum(base + plan.block.rows, rows) - 1, plan.groups), count - 1)
     last = jnp.where(last < first, -1, start + last)
     position = jnp.minimum(start + token, last)
     return _Program(
         batch, head, operands.layer[0], start, count, start + first, last, token,
-        head * plan.groups + _rem(row, plan.groups), real, position,
+        head * plan.groups + ops.rem(row, plan.groups), real, position,
         _end_of(plan, start, position), _low_of(plan, operands, position),
     )  # fmt: skip
 
@@ -318,7 +318,7 @@ def _over_history(plan: _Plan, operands: _Operands, program: _Program) -> _State
     first, last = jnp.minimum(program.first, program.last), program.last
 
     def tiles(position, *, up: bool):  # of history below a position
-        return _div(jnp.maximum(position - sink, 0) + (tile - 1 if up else 0), tile)
+        return ops.div(jnp.maximum(position - sink, 0) + (tile - 1 if up else 0), tile)
 
     begin = tiles(_low_of(plan, operands, first), up=False)
     end = tiles(_end_of(plan, program.start, last), up=True)
@@ -332,11 +332,11 @@ def _over_history(plan: _Plan, operands: _Operands, program: _Program) -> _State
         inside = jnp.zeros_like(shift) if plan.spec.softcap is not None else shift
 
         def absorb(i, state: _State, stored: _Tile, *, edge: bool) -> _State:
-            position = sink + i * tile + _iota(tile)
+            position = sink + i * tile + ops.iota(tile)
             key, value = _widened(plan, stored, position < usable_end if edge else None)
             logits = _dot(plan, query, key, contract=1)
             if plan.spec.softcap is not None:
-                logits = plan.spec.softcap * LOG2E * jnp.tanh(logits + shift[:, None])
+                logits = plan.spec.softcap * ops.LOG2E * jnp.tanh(logits + shift[:, None])
             mask = position[None, :] < program.end[:, None] if edge else None
             if plan.windowed and edge:
                 mask &= position[None, :] >= program.low[:, None]
@@ -370,9 +370,9 @@ def _over_history(plan: _Plan, operands: _Operands, program: _Program) -> _State
         return state._replace(maximum=state.maximum + inside)
 
     zero = jnp.zeros((rows,), jnp.float32)
-    state = _State(zero + MASKED, zero, jnp.zeros((rows, PLANES * plan.value_block), jnp.float32))
-    last_bucket = _div(jnp.maximum(end, begin) + plan.bucket - 1, plan.bucket)
-    return lax.fori_loop(_div(begin, plan.bucket), last_bucket, visit, state)
+    state = _State(zero + ops.MASKED, zero, jnp.zeros((rows, PLANES * plan.value_block), jnp.float32))
+    last_bucket = ops.div(jnp.maximum(end, begin) + plan.bucket - 1, plan.bucket)
+    return lax.fori_loop(ops.div(begin, plan.bucket), last_bucket, visit, state)
 
 
 def _map_back(plan: _Plan, operands: _Operands, program: _Program, state: _State) -> _State:
@@ -387,13 +387,13 @@ def _over_plain(plan: _Plan, operands: _Operands, program: _Program, state: _Sta
     """Goes on over sinks, ring and the new tokens."""
     plain, sink, ring, tile = operands.plain, plan.tiers.sink, plan.ring, PLAIN_TILE
     start, first, last = program.start, program.first, program.last
-    d = _iota(plan.dim)
+    d = ops.iota(plan.dim)
     known = d < plan.head_dim
     row = (program.batch, program.token[:, None], program.query_head[:, None], d[None, :])
-    query = plgpu.load(_at(operands.q, *row), mask=known[None, :], other=0)
+    query = plgpu.load(ops.at(operands.q, *row), mask=known[None, :], other=0)
 
     def read(ref, lead, place, usable):
-        at = _at(ref, *lead, jnp.where(usable, place, 0)[:, None], program.head, d[None, :])
+        at = ops.at(ref, *lead, jnp.where(usable, place, 0)[:, None], program.head, d[None, :])
         x = loaded(plgpu.load(at, mask=usable[:, None] & known[None, :], other=0))
         return x if x.dtype == query.dtype else x.astype(jnp.float32)
 
@@ -401,7 +401,7 @@ def _over_plain(plan: _Plan, operands: _Operands, program: _Program, state: _Sta
         keys, values = (read(ref, lead, place, usable) for ref in refs)
         logits = _dot(plan, query.astype(keys.dtype), keys, contract=1) * plan.logit_scale
         if plan.spec.softcap is not None:
-            logits = plan.spec.softcap * LOG2E * jnp.tanh(logits)
+            logits = plan.spec.softcap * ops.LOG2E * jnp.tanh(logits)
         # Two comparisons an element: what is not usable lies behind every query, a sink behind all history.
         seen = jnp.where(usable, position, UNLIMITED)[None, :] <= program.position[:, None]
         seen &= jnp.where(position < sink, UNLIMITED, position)[None, :] >= program.end[:, None]
@@ -410,7 +410,7 @@ def _over_plain(plan: _Plan, operands: _Operands, program: _Program, state: _Sta
         return _absorb(plan, state, logits, values, seen, contract=0)
 
     def over_sinks(i, state: _State) -> _State:
-        place = i * tile + _iota(tile)
+        place = i * tile + ops.iota(tile)
         usable = place < jnp.minimum(sink, start)
         return absorb(state, (plain.sink_k, plain.sink_v), (program.layer, program.batch), place, place, usable)
 
@@ -418,22 +418,22 @@ def _over_plain(plan: _Plan, operands: _Operands, program: _Program, state: _Sta
     kept = jnp.maximum(jnp.maximum(lowest, sink), start - ring)  # first position that is read from the ring
 
     def over_ring(i, state: _State) -> _State:
-        position = kept + i * tile + _iota(tile)
+        position = kept + i * tile + ops.iota(tile)
         return absorb(
-            state, (plain.recent_k, plain.recent_v), (program.layer, program.batch), _rem(position, ring), position,
+            state, (plain.recent_k, plain.recent_v), (program.layer, program.batch), ops.rem(position, ring), position,
             position < start,
         )  # fmt: skip
 
-    sinks = _div(jnp.maximum(sink - start, 0) + tile - 1, tile)  # tiles of new tokens that are sinks
-    behind = jnp.maximum(sinks, _div(jnp.maximum(lowest - start, 0), tile))
+    sinks = ops.div(jnp.maximum(sink - start, 0) + tile - 1, tile)  # tiles of new tokens that are sinks
+    behind = jnp.maximum(sinks, ops.div(jnp.maximum(lowest - start, 0), tile))
 
     def over_new(i, state: _State) -> _State:
-        place = jnp.where(i < sinks, i, behind + i - sinks) * tile + _iota(tile)
+        place = jnp.where(i < sinks, i, behind + i - sinks) * tile + ops.iota(tile)
         usable = place < program.count
         return absorb(state, (operands.k, operands.v), (program.batch,), place, start + place, usable)
 
     def tiles(tokens):
-        return jnp.where(last < 0, 0, _div(jnp.maximum(tokens, 0) + tile - 1, tile))
+        return jnp.where(last < 0, 0, ops.div(jnp.maximum(tokens, 0) + tile - 1, tile))
 
     new = tiles(last + 1 - start)
     new = jnp.minimum(new, sinks) + jnp.maximum(new - behind, 0)
@@ -449,22 +449,22 @@ def _query(plan: _Plan, operands: _Operands, program: _Program, bucket) -> tuple
     """`q' = E (q R(-B))` for keys in quarters, `[rows, key slots]`, and `q . mu`, fp32 `[rows]`."""
 
     def coordinates(d):
-        at = _at(operands.q, program.batch, program.token[:, None], program.query_head[:, None], d[None, :])
+        at = ops.at(operands.q, program.batch, program.token[:, None], program.query_head[:, None], d[None, :])
         return plgpu.load(at, mask=(d < plan.head_dim)[None, :], other=0).astype(jnp.float32)
 
     def absorb(i, carry):
         """Some coordinates at a time: all of them would not fit into registers beside the accumulators."""
         shift, product = carry
-        d = i * DEPTH + _iota(DEPTH)
+        d = i * DEPTH + ops.iota(DEPTH)
         query = coordinates(d)
         if plan.rotary is not None:
             turned, neighbours = plan.rotary
             far = d ^ 1 if neighbours else jnp.where(d < turned // 2, d + turned // 2, d - turned // 2)
-            own, partner = (plgpu.load(_at(ref, bucket, d)) for ref in operands.turns)
+            own, partner = (plgpu.load(ops.at(ref, bucket, d)) for ref in operands.turns)
             query = query * own[None, :] + coordinates(jnp.where(d < turned, far, d)) * partner[None, :]
         query *= plan.logit_scale
-        mu = plgpu.load(_at(operands.key_mu, program.head, d))
-        at = _at(operands.key_decode, program.head, _iota(product.shape[1])[:, None], d[None, :])
+        mu = plgpu.load(ops.at(operands.key_mu, program.head, d))
+        at = ops.at(operands.key_decode, program.head, ops.iota(product.shape[1])[:, None], d[None, :])
         product += _dot(plan, query.astype(plan.compute), plgpu.load(at), contract=1)
         return shift + jnp.sum(query * mu[None, :], axis=1), product
 
@@ -487,8 +487,8 @@ class _Tile(NamedTuple):
 
 def _page(plan: _Plan, operands: _Operands, program: _Program, i) -> jax.Array:
     """Page of tile i, `[tile]` where pages are shorter; any page where there is no such tile."""
-    token = i * plan.tile if plan.page >= plan.tile else i * plan.tile + _iota(plan.tile)
-    entry = jnp.minimum(_div(token, plan.page), operands.table.shape[1] - 1)
+    token = i * plan.tile if plan.page >= plan.tile else i * plan.tile + ops.iota(plan.tile)
+    entry = jnp.minimum(ops.div(token, plan.page), operands.table.shape[1] - 1)
     page = plgpu.load(operands.table.at[jnp.zeros_like(entry) + program.batch, entry])
     return jnp.clip(page, 0, operands.history.key.slots.shape[1] - 1)
 
@@ -497,23 +497,23 @@ def _tile(plan: _Plan, operands: _Operands, program: _Program, i, page) -> _Tile
     """Loads tile i, which lies in `page`."""
     tile, lead = plan.tile, (program.layer, page, program.head)
     within = plan.page >= tile
-    first = pl.multiple_of(_rem(i * tile, plan.page), tile) if plan.page > tile else 0
-    place = _iota(tile) + first if within else _rem(_iota(tile), plan.page)
+    first = pl.multiple_of(ops.rem(i * tile, plan.page), tile) if plan.page > tile else 0
+    place = ops.iota(tile) + first if within else ops.rem(ops.iota(tile), plan.page)
 
     def numbers(ref):
         if ref is None:
             return None
-        return plgpu.load(ref.at[(*lead, pl.ds(first, tile))] if within else _at(ref, *lead, place))
+        return plgpu.load(ref.at[(*lead, pl.ds(first, tile))] if within else ops.at(ref, *lead, place))
 
     def packed(ref, size: int, count: int, *, tokens_last: bool):
         if within and size == count:
             rows = (slice(None), pl.ds(first, tile)) if tokens_last else (pl.ds(first, tile), slice(None))
             return plgpu.load(ref.at[(*lead, *rows)])
-        kept = _iota(size) < count
-        byte, token = jnp.where(kept, _iota(size), 0), place[None, :] if tokens_last else place[:, None]
+        kept = ops.iota(size) < count
+        byte, token = jnp.where(kept, ops.iota(size), 0), place[None, :] if tokens_last else place[:, None]
         byte, kept = (x[:, None] if tokens_last else x[None, :] for x in (byte, kept))
         each = page if within else page[None, :] if tokens_last else page[:, None]
-        at = _at(ref, program.layer, each, program.head, *((byte, token) if tokens_last else (token, byte)))
+        at = ops.at(ref, program.layer, each, program.head, *((byte, token) if tokens_last else (token, byte)))
         return plgpu.load(at, mask=jnp.broadcast_to(kept, (size, tile) if tokens_last else (tile, size)), other=0)
 
     key, value = operands.history.key, operands.history.value
@@ -609,7 +609,7 @@ def _twice(x: float) -> str:
 def _absorb(plan: _Plan, state: _State, logits, values, mask, *, contract: int) -> _State:
     """Adds keys with `logits` `[rows, tile]`; tokens are axis `contract` of their values."""
     if mask is not None:
-        logits = jnp.where(mask, logits, MASKED)
+        logits = jnp.where(mask, logits, ops.MASKED)
     maximum = jnp.maximum(state.maximum, jnp.max(logits, axis=1))
     rescale = _exp2(plan, state.maximum - maximum)
     probabilities = _exp2(plan, logits - maximum[:, None])
@@ -621,7 +621,7 @@ def _absorb(plan: _Plan, state: _State, logits, values, mask, *, contract: int) 
 
 
 def _exp2(plan: _Plan, x: jax.Array) -> jax.Array:
-    return jnp.exp2(x) if plan.interpret else _asm("ex2.approx.ftz.f32", x)
+    return jnp.exp2(x) if plan.interpret else ops.asm("ex2.approx.ftz.f32", x)
 
 
 def _inverse(x: jax.Array) -> jax.Array:
