@@ -225,7 +225,9 @@ def load(
         path: the artifact's directory.
         model: the model it is to serve; compared by both hashes unless the artifact records no model.
         sharding: where the arrays go, whatever they were saved from. None: the default device. A `Sharding`: all of
-            them. A callable: the sharding of each leaf path ("key/mu", "value/decode", ...), or None again.
+            them. A callable: the sharding of each leaf path ("key/mu", "value/decode", ...), or None again. One that
+            spans processes must divide layers and heads alone; each process then reads, checks and holds its own
+            heads, and since none sees all bytes, their hashes are not compared.
 
     Raises:
         ValueError: one sentence naming the path, for a missing or incomplete artifact, another format version, another
@@ -240,6 +242,8 @@ def load(
     if record is None:
         raise ValueError(f"artifact {path}: the manifest describes no codes; calibrate again.")
     try:
+        if isinstance(sharding, jax.sharding.Sharding) and not sharding.is_fully_addressable:
+            return _restore_parts(path, step, record, sharding), manifest
         arrays = _restore(path, step, record)
         sides = {side: _code(getattr(record, side), arrays[side]) for side in SIDES}
         codes = TransformCodes(**sides, rotary=record.rotary, bucket=record.bucket, scale_dtype=record.scale_dtype)
@@ -300,7 +304,51 @@ def _manager(path: Path) -> Iterator[ocp.CheckpointManager]:
 
 def _restore(path: Path, step: int, record: CodesRecord) -> dict[str, dict[str, np.ndarray]]:
     """The arrays on the host, equal to the record in name, shape, dtype and hash."""
-    expected = {f"{side}/{name}": array for side in SIDES for name, array in getattr(record, side).arrays.items()}
+    expected = _expected(record)
+    arrays = _read(path, step, record, lambda array: np.empty(array.shape, array.dtype))
+    for name, array in expected.items():
+        side, leaf = name.split("/")
+        _require_like(f"{name} as read", arrays[side][leaf], array)
+        if _sha256(arrays[side][leaf]) != array.sha256:
+            raise ValueError(f"{name} is not as it was saved (sha256); restore the files or calibrate again.")
+    return arrays
+
+
+def _restore_parts(path: Path, step: int, record: CodesRecord, sharding: jax.sharding.Sharding) -> TransformCodes:
+    """The codes with each of this process's devices holding its heads, which were checked as those of `_restore` are.
+
+    Heads in errors count from the first of a device.
+    """
+    arrays = _read(path, step, record, lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding))
+    sides = {}
+    for side in SIDES:
+        parts = []
+        for device in sorted(sharding.addressable_devices, key=lambda device: device.id):
+            heads = {
+                name: np.asarray(next(shard.data for shard in array.addressable_shards if shard.device == device))
+                for name, array in arrays[side].items()
+            }
+            code = _code(getattr(record, side), heads)
+            code.check(side)
+            parts.append(jax.device_put(code, device))
+        lead = arrays[side]["mu"].shape[:2]
+
+        def joined(*leaves: jax.Array, lead=lead) -> jax.Array:
+            return jax.make_array_from_single_device_arrays((*lead, *leaves[0].shape[2:]), sharding, list(leaves))
+
+        sides[side] = jax.tree.map(joined, *parts)
+    return TransformCodes(**sides, rotary=record.rotary, bucket=record.bucket, scale_dtype=record.scale_dtype)
+
+
+def _expected(record: CodesRecord) -> dict[str, ArrayRecord]:
+    return {f"{side}/{name}": array for side in SIDES for name, array in getattr(record, side).arrays.items()}
+
+
+def _read(
+    path: Path, step: int, record: CodesRecord, target: Callable[[ArrayRecord], Any]
+) -> dict[str, dict[str, Any]]:
+    """What Orbax restores for the target of each array, once the files hold what the record says."""
+    expected = _expected(record)
     with _manager(path) as manager:
         try:
             metadata = manager.item_metadata(step)["arrays"]
@@ -315,20 +363,13 @@ def _restore(path: Path, step: int, record: CodesRecord) -> dict[str, dict[str, 
         # Orbax silently casts to the dtype it is asked for, so what it holds is compared before anything is restored.
         for name, array in expected.items():
             _require_like(f"{name} in the files", stored[name], array)
-        target = {
-            side: {name: np.empty(array.shape, array.dtype) for name, array in getattr(record, side).arrays.items()}
-            for side in SIDES
+        targets = {
+            side: {name: target(array) for name, array in getattr(record, side).arrays.items()} for side in SIDES
         }
         try:
-            arrays = manager.restore(step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(target)))["arrays"]
+            return manager.restore(step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(targets)))["arrays"]
         except Exception as error:
             raise ValueError(f"the arrays cannot be read ({_reason(error)}); calibrate again.") from None
-    for name, array in expected.items():
-        side, leaf = name.split("/")
-        _require_like(f"{name} as read", arrays[side][leaf], array)
-        if _sha256(arrays[side][leaf]) != array.sha256:
-            raise ValueError(f"{name} is not as it was saved (sha256); restore the files or calibrate again.")
-    return arrays
 
 
 def _require_like(what: str, array: Any, record: ArrayRecord) -> None:

@@ -170,6 +170,11 @@ def place_decoder(decoder: Decoder, mesh: Mesh) -> Decoder:
     return jax.device_put(decoder, named(mesh, decoder_specs(decoder, mesh)))
 
 
+def codes_sharding(mesh: Mesh, *, kv_heads: int) -> NamedSharding:
+    """Where `artifact.load` puts a model's codes: each device's heads, or all where there are fewer than devices."""
+    return named(mesh, EVERYWHERE if kv_heads % mesh.shape[TENSOR] else CODES)
+
+
 def place_codes(codes: TransformCodes, mesh: Mesh, *, kv_heads: int) -> TransformCodes:
     """Transform codes with each device's heads on it.
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import transformers
 from oscar_jax import download, models
 from oscar_jax.models.hf import config_from_dict
 from oscar_jax.models.rope_scaling import rotary_from_parameters
+from oscar_jax.sharding import make_mesh
 from tests import tiny_model
 
 _SIZES = {
@@ -372,6 +374,20 @@ def test_gguf_and_directory_of_one_model_have_one_config_hash(tmp_path):
     _small_gguf(tmp_path / "model.gguf", reference)
     hashes = {models.load(tmp_path / name).identity.config_hash for name in ("folder", "model.gguf")}
     assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("name", ["folder", "model.gguf"])
+def test_a_mesh_gets_the_weights_of_one_device(name, tmp_path):
+    reference = _reference("Llama", attention_bias=True)
+    reference.save_pretrained(tmp_path / "folder")
+    _small_gguf(tmp_path / "model.gguf", reference)
+    expected = models.load(tmp_path / name).decoder
+    decoder = models.load(tmp_path / name, mesh=make_mesh(data=2, tensor=2)).decoder
+    for got, leaf in zip(jax.tree.leaves(decoder), jax.tree.leaves(expected), strict=True):
+        assert len(got.sharding.device_set) == 4
+        np.testing.assert_array_equal(got, leaf)
+    sizes = {shard.data.shape for shard in decoder.layers.query[...].addressable_shards}
+    assert sizes == {(2, 48, 24)}  # three of six heads of size 8
 
 
 def test_gguf_features_are_refused_by_name(tmp_path):
