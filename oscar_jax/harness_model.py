@@ -13,7 +13,6 @@ from oscar_jax.sampling import Sampling
 
 _BUDGETS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the harness knows them all
 _TAKEN = {"until", "do_sample", "temperature", "top_k", "top_p", *_BUDGETS}
-DEFAULT_BUDGET = 256  # the harness's own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +92,7 @@ class OscarLM(TemplateLM):
         return totals
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        options = [_options(request.args[1]) for request in requests]
+        options = [_options(request.args[1], self.answerer.max_tokens) for request in requests]
         draws = seeds(self.seed, len(requests))
         found = self.answerer.answers(
             [self.tok_encode(request.args[0]) for request in requests],
@@ -108,8 +107,8 @@ class OscarLM(TemplateLM):
         return [answer.text for answer in found]
 
 
-def _options(given: dict[str, Any]) -> dict[str, Any]:
-    """A task's generation settings as budget, stop texts and `Sampling` fields.
+def _options(given: dict[str, Any], budget: int) -> dict[str, Any]:
+    """A task's generation settings as budget, stop texts and `Sampling` fields; a task without a budget gets all of it.
 
     Raises:
         NotImplementedError: a setting that has no meaning here.
@@ -125,7 +124,7 @@ def _options(given: dict[str, Any]) -> dict[str, Any]:
     sampling = {"temperature": float(given.get("temperature", 1.0)) if sampled else 0.0}
     sampling |= {name: given[name] for name in ("top_k", "top_p") if given.get(name) is not None}
     return {
-        "max_tokens": int(next((given[name] for name in _BUDGETS if name in given), DEFAULT_BUDGET)),
+        "max_tokens": int(next((given[name] for name in _BUDGETS if name in given), budget)),
         "stop": [each for each in ([until] if isinstance(until, str) else until) if each],
         "sampling": sampling,
     }
