@@ -66,8 +66,9 @@ CASES = {
     "many splits": case(starts=(9000, 30), bucket=None),
 }
 INTERPRETED = {
-    "decode": Case((0, 5, 37, 300), tiers=Tiers(4, 8, 4, 128), bucket=128),
-    "everything at once": Case(
+    "four rows, columns of products": Case((0, 5, 300), tiers=Tiers(4, 8, 4, 128), head_dim=128, bucket=128),
+    "eight rows, two tokens a row of keys": Case((0, 5, 300), tiers=Tiers(4, 8, 4, 128), q_heads=7, kv_heads=1, bucket=128),
+    "eight rows, one token a row of keys, everything at once": Case(
         (0, 5, 70), tokens=2, counts=(0, 1, 2), tiers=Tiers(4, 8, 4, 16), bucket=32, head_dim=96, q_heads=3, kv_heads=1,
         key="naive", value="rotation-rank", softcap=2.0, sinks=True, window=40,
     ),
