@@ -1,4 +1,4 @@
-"""`oscar-jax bench`: the GPU's kernels beside the strongest plain attention of the same machine; a plot of the rows.
+"""`oscar-jax bench`: the GPU's kernels beside the strongest plain attention of the same machine; a plot; the soak.
 
 Device times come from the benchmark modules of `pallas_kernels`; here are the choice of shapes and the report. Anywhere
 but on a GPU only `--implementation xla` runs, and its rows hold ratios to plain attention in XLA, no times.
@@ -39,11 +39,13 @@ Row = dict[str, Any]
 
 
 def run(args: argparse.Namespace) -> int:
-    """`oscar-jax bench decode|prefill|write|plot`."""
+    """`oscar-jax bench decode|prefill|write|plot|soak`."""
     if args.action == "plot":
         plot(json.loads(Path(args.results).read_text()), Path(args.out))
         print(args.out)
         return 0
+    if args.action == "soak":
+        return _soak(args)
     # PyTorch's caches lie on the same GPU, so jax must not take most of its memory beforehand.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     _check_device(args)
@@ -54,6 +56,19 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(found))
     return 0
+
+
+def _soak(args: argparse.Namespace) -> int:
+    from oscar_jax.engine.soak import COUNTS, passed, soak  # brings the whole engine
+
+    found = soak(args.requests, seed=args.seed, rows=args.rows)
+    if args.out:
+        command = f"oscar-jax bench soak --requests {args.requests} --rows {args.rows} --seed {args.seed}"
+        device = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+        Path(args.out).write_text(json.dumps({"command": command, **found, **device}, indent=1) + "\n")
+    counts = {name: found[name] for name in COUNTS}
+    print(json.dumps(counts) if args.json else ", ".join(f"{name} {count}" for name, count in counts.items()))
+    return 0 if passed(found) else 1
 
 
 def report(args: argparse.Namespace) -> Row:

@@ -435,6 +435,12 @@ def _add_bench(commands: Any) -> None:
     plot = actions.add_parser("plot", help="share of the read bandwidth by batch and context, from a report of decode")
     plot.add_argument("results", metavar="REPORT.json")
     plot.add_argument("--out", metavar="FILE", default="decode-bandwidth.svg", help="default: %(default)s")
+    soak = actions.add_parser("soak", help="random requests of the engine, each compared with itself run alone")
+    soak.add_argument("--requests", type=_positive, default=2000, metavar="N", help="default: %(default)s")
+    soak.add_argument("--rows", type=_positive, default=16, metavar="N", help="at once (default: %(default)s)")
+    soak.add_argument("--seed", type=_non_negative, default=0, metavar="N", help="default: %(default)s")
+    soak.add_argument("--out", metavar="FILE", help="where to write the counts, seconds and peak memory")
+    _add_json(soak)
 
 
 def _add_lists(command: argparse.ArgumentParser, **options: str) -> None:

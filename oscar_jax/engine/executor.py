@@ -96,11 +96,10 @@ class JaxExecutor:
             self.keep(0, 0)
         if self.history is not None:
             self.copy_page(0, 0, 0)
-        for batch, width in self.shapes.calls():
-            for every in {False, 1 < width <= 1 + self.shapes.drafts}:
-                logits = self._logits(DeviceCall([], batch, width, every), [])
-                for sampling in (GREEDY, WARM):
-                    choose(logits, [sampling] * len(logits), np.zeros(len(logits), np.int64))
+        for batch, width, every in self.shapes.calls():
+            logits = self._logits(DeviceCall([], batch, width, every), [])
+            for sampling in (GREEDY, WARM):
+                choose(logits, [sampling] * len(logits), np.zeros(len(logits), np.int64))
 
     @property
     def bytes(self) -> int:

@@ -65,11 +65,11 @@ class Shapes:
         batches = [(*(size for size in powers if size < last), last) for last in (rows, most)]
         return cls(rows, batches[0], batches[1], tuple(sorted(set(chunks))), drafts)
 
-    def calls(self) -> list[tuple[int, int]]:
-        """Rows and tokens of every call there can be."""
+    def calls(self) -> list[tuple[int, int, bool]]:
+        """Rows, tokens, and whether every position's choice is asked for, of every call there can be."""
         widths = sorted({1, 1 + self.drafts})
-        decode = [(batch, width) for batch in self.decode_batches for width in widths]
-        return decode + [(batch, chunk) for batch in self.prefill_batches for chunk in self.chunks]
+        decode = [(batch, width, width > 1) for batch in self.decode_batches for width in widths]
+        return decode + [(batch, chunk, False) for batch in self.prefill_batches for chunk in self.chunks]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,7 +65,7 @@ class FakeExecutor:
         return row // self.shapes.rows
 
     def run(self, call: DeviceCall) -> list[list[int]]:
-        assert (call.batch, call.width) in self.shapes.calls()
+        assert (call.batch, call.width, call.every) in self.shapes.calls()
         assert max(Counter(self._part(row.row) for row in call.rows).values()) <= call.batch
         assert len({row.row for row in call.rows}) == len(call.rows)
         self.calls.append((call.batch, call.width))

@@ -120,7 +120,7 @@ def test_only_listed_shapes_are_called_and_batches_shrink():
     for n in range(4):
         bench.scheduler.submit(Request([n + 2] * 20, max_tokens=8))
     bench.run()
-    assert {(2, 9), (4, 1)} <= set(bench.executor.calls) <= set(SHAPES.calls())
+    assert {(2, 9), (4, 1)} <= set(bench.executor.calls) <= {call[:2] for call in SHAPES.calls()}
 
 
 def test_the_last_prompt_token_is_all_that_a_repeated_prompt_costs():

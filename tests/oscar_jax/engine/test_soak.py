@@ -1,17 +1,21 @@
-"""Random requests on a random model against themselves alone; the short form of `python -m oscar_jax.engine.soak`."""
+"""Random requests on a random model against themselves alone: `oscar-jax bench soak`."""
 
 from __future__ import annotations
 
-import pytest
+import json
 
-from oscar_jax.engine.soak import soak
+from oscar_jax import cli
+from oscar_jax.engine.soak import COUNTS
 
 
-@pytest.mark.slow
-def test_three_hundred_random_requests_equal_themselves_alone():
-    result = soak(300)
-    assert (result["mismatches"], result["leaked_pages"], result["compilations"]) == (0, 0, 0)
-    assert result["ties"] <= 1
-    assert result["preemptions"]
-    assert result["cancelled"]
-    assert result["prefix_hits"]
+def test_two_hundred_random_requests_equal_themselves_alone(capsys, tmp_path):
+    report = tmp_path / "soak.json"
+    assert cli.main(["bench", "soak", "--requests", "200", "--rows", "8", "--json", "--out", str(report)]) == 0
+    counts = json.loads(capsys.readouterr().out)
+    assert tuple(counts) == COUNTS
+    assert (counts["requests"], counts["mismatches"], counts["leaked_pages"]) == (200, 0, 0)
+    assert counts["ties"] == 0
+    assert counts["preemptions"]
+    assert counts["cancelled"]
+    assert counts["prefix_hits"]
+    assert json.loads(report.read_text())["compilations"] == 0
