@@ -26,13 +26,15 @@ MASKED = -1e30
 class Rows(NamedTuple):
     """Keys and values of one layer, and where they stand.
 
-    key, value: f64 `[B, K, T, D]`, padded rows zero. positions: int `[T]`, increasing. valid: bool `[B, T]`.
+    key, value: f64 `[B, K, T, D]`, padded rows zero. positions: int `[T]`, increasing. valid: bool `[B, T]`. window:
+    latest tokens that a query sees; None sees all.
     """
 
     key: jax.Array
     value: jax.Array
     positions: jax.Array
     valid: jax.Array
+    window: int | None = None
 
 
 class HistoryWeights(NamedTuple):
@@ -104,6 +106,8 @@ def output_second_moment(queries: jax.Array, rows: Rows) -> jax.Array:
 def _softmax(query: jax.Array, rows: Rows, index: jax.Array, extent: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Unnormalised weights `[B, K, q, G, extent]`, their sums `[.., 1]` and unnormalised outputs `[B, K, q, G, D]`."""
     visible = rows.positions[:extent] <= rows.positions[index][:, None]
+    if rows.window is not None:
+        visible = visible & (rows.positions[:extent] > rows.positions[index][:, None] - rows.window)
     visible = visible & rows.valid[:, None, :extent]
     scores = einsum("bkqgd,bktd->bkqgt", query, rows.key[:, :, :extent])
     scores = jnp.where(visible[:, None, :, None], scores, MASKED)

@@ -53,7 +53,7 @@ def first_pass(settings: Settings, rope, positions, origin, valid, layer) -> dic
     v, sums["bad_value"] = _clean(v, valid)
     batch, rows, _, dim = k.shape
     queries = q.reshape(batch, rows, settings.kv_heads, -1, dim).transpose(0, 2, 1, 3, 4)
-    causal = Rows(k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), positions, valid)
+    causal = Rows(k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), positions, valid, settings.window)
     if "query" in needed:
         sums["query"] = _second_moment(queries)
     for name, side in (("key", causal.key), ("value", causal.value)):

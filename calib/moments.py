@@ -82,6 +82,7 @@ def init(
     recent: int = 64,
     value_metric: ArrayLike | None = None,
     softmax_scale: float | None = None,
+    window: int | None = None,
 ) -> Moments:
     """Empty moments for these recipes.
 
@@ -90,6 +91,7 @@ def init(
         value_metric: `[L, K, D, D]`, mean over the group of `W_o W_o^T`: norm of errors in the attention output.
             None is the identity.
         softmax_scale: factor on `q . k`; `D ** -0.5` by default.
+        window: latest tokens that a query sees, in layers with a sliding window; None sees all.
 
     Raises:
         ValueError: an unknown recipe, or sizes that do not fit together.
@@ -99,13 +101,15 @@ def init(
         raise ValueError("recipes=[]: expected at least one recipe name.")
     if q_heads % kv_heads:
         raise ValueError(f"q_heads={q_heads} with kv_heads={kv_heads}: expected a multiple of kv_heads.")
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}: expected at least 1, or None.")
     if bucket < 1 or sink < 0 or recent < 1:
         raise ValueError(f"bucket={bucket}, sink={sink}, recent={recent}: expected at least 1, 0 and 1.")
     scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
     resolved = tuple(dict.fromkeys(get_recipe(recipe) for recipe in chosen))
     if len({recipe.name for recipe in resolved}) < len(resolved):
         raise ValueError("recipes: two different recipes share a name; rename one.")
-    settings = Settings(resolved, layers, kv_heads, q_heads, head_dim, bucket, sink, recent, scale)
+    settings = Settings(resolved, layers, kv_heads, q_heads, head_dim, bucket, sink, recent, scale, window)
     square = (layers, kv_heads, head_dim, head_dim)
     if value_metric is not None and np.shape(value_metric) != square:
         raise ValueError(f"value_metric: shape {list(np.shape(value_metric))}, expected [L, K, D, D] = {list(square)}.")

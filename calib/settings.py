@@ -18,6 +18,7 @@ class Settings:
         bucket: tokens in a bucket of history.
         sink, recent: S and W of the statistics: history pairs have `S <= j <= t - W`.
         softmax_scale: factor on `q . k`.
+        window: latest tokens that a query sees; None sees all.
     """
 
     recipes: tuple[Recipe, ...]
@@ -29,6 +30,7 @@ class Settings:
     sink: int
     recent: int
     softmax_scale: float
+    window: int | None = None
 
     @property
     def groups(self) -> frozenset[str]:

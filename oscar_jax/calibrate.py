@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from calib.recipes import get as get_recipe
 from oscar_jax import corpus
 from oscar_jax.models import Decoder, LoadedModel, load, plain_attention
 from oscar_jax.step import cache_config
+from pallas_kernels.rope import Rotary
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes, bits_per_element
 
@@ -89,15 +90,71 @@ def calibrate(
             activations.
     """
     chosen = [get_recipe(name) for name in recipes]
-    measured, limit = measure(
+    measured = measure(
         model, text, chosen, sequence=sequence, bucket=bucket, max_position=max_position, value_metric=value_metric,
         progress=progress,
     )  # fmt: skip
-    results = {}
-    for recipe in chosen:
-        codes = fit.fit(measured, recipe, rope=model.config.rotary, max_position=limit, slots=slots)
-        results[recipe.name] = Fitted(codes, manifest(model, text, recipe, measured, limit, value_metric))
-    return results
+    return {
+        recipe.name: Fitted(measured.fit(recipe, slots=slots), measured.manifest(model, text, recipe, value_metric))
+        for recipe in chosen
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Layers alike in rotation and window: their numbers, rotation, and moments."""
+
+    layers: list[int]
+    rotary: Rotary
+    moments: moments.Moments
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What a text says about a model; `max_position` is the longest context to fit it for."""
+
+    parts: list[Part]
+    max_position: int
+
+    def fit(self, recipe: Recipe, *, slots: int | tuple[int, int] | None = None) -> TransformCodes:
+        """Codes of all layers.
+
+        Raises:
+            NotImplementedError: keys relative to buckets in a model with two rotations.
+            ValueError: as `fit.fit`.
+        """
+        if recipe.positions == "bucket" and len({part.rotary for part in self.parts}) > 1:
+            raise NotImplementedError(
+                f"recipe {recipe.name!r} turns the keys of all layers alike, and this model's sliding layers have a "
+                "rotation of their own: use 'default-averaged'."
+            )
+        codes = [
+            fit.fit(part.moments, recipe, rope=part.rotary, max_position=self.max_position, slots=slots)
+            for part in self.parts
+        ]
+        if len(codes) == 1:
+            return codes[0]
+        order = np.argsort(np.concatenate([part.layers for part in self.parts]))
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves)[order], *codes)
+
+    def manifest(
+        self, model: LoadedModel, text: corpus.TokenText, recipe: Recipe, value_metric: str
+    ) -> artifact.Manifest:
+        """The caller's part of the manifest of codes that `fit` makes."""
+        groups, positioned = self.parts[0].moments.settings.groups, recipe.positions != "absolute"
+        weighted = "weighted" in groups
+        metric = {"output": "output-projection"}.get(value_metric, value_metric)
+        return artifact.Manifest(
+            recipe=recipe.name,
+            model=model.identity,
+            text=text.identity if groups else None,
+            value_metric=metric if weighted else "none",
+            statistics_sink=STATISTICS_SINK if weighted else None,
+            statistics_recent=STATISTICS_RECENT if weighted else None,
+            max_position=self.max_position if positioned else None,
+            covered_positions=min(fit.covered_positions(part.moments) for part in self.parts) if positioned else None,
+            rotary=model.config.rotary if positioned else None,
+        )
 
 
 def measure(
@@ -110,8 +167,8 @@ def measure(
     max_position: int | None,
     value_metric: str,
     progress: bool,
-) -> tuple[moments.Moments, int]:
-    """The moments that `calibrate` fits, and the `max_position` to fit them for; arguments and errors are its own."""
+) -> Measured:
+    """The moments that `calibrate` fits; arguments and errors are its own."""
     config = model.config
     cache_config(config, max_length=config.max_position)  # refuses shapes that could never be served
     limit = config.max_position if max_position is None else max_position
@@ -121,44 +178,58 @@ def measure(
             f"{config.max_position}."
         )
     sequence = _sequence(sequence, bucket, config.max_position, text)
-    measured = moments.init(
-        recipes,
-        layers=config.layers,
-        kv_heads=config.kv_heads,
-        q_heads=config.q_heads,
-        head_dim=config.head_dim,
-        bucket=bucket,
-        sink=STATISTICS_SINK,
-        recent=STATISTICS_RECENT,
-        value_metric=model.decoder.value_metric() if value_metric == "output" else None,
-        softmax_scale=config.softmax_scale,
-    )
-    return _stream(model, text.tokens, measured, sequence=sequence, progress=progress), limit
+    metric = model.decoder.value_metric() if value_metric == "output" else None
+    alike: dict[tuple[Rotary, int | None], list[int]] = {}
+    for layer, window in enumerate(config.windows):
+        alike.setdefault((config.rotary_of(layer), window), []).append(layer)
+    parts = []
+    for (rotary, window), layers in alike.items():
+        empty = moments.init(
+            recipes,
+            layers=len(layers),
+            kv_heads=config.kv_heads,
+            q_heads=config.q_heads,
+            head_dim=config.head_dim,
+            bucket=bucket,
+            sink=STATISTICS_SINK,
+            recent=STATISTICS_RECENT,
+            value_metric=None if metric is None else metric[layers],
+            softmax_scale=config.softmax_scale,
+            window=window,
+        )
+        parts.append(Part(layers, rotary, empty))
+    return Measured(_stream(model, text.tokens, parts, sequence=sequence, progress=progress), limit)
 
 
-def _stream(
-    model: LoadedModel, tokens: np.ndarray, measured: moments.Moments, *, sequence: int, progress: bool
-) -> moments.Moments:
+def _stream(model: LoadedModel, tokens: np.ndarray, parts: list[Part], *, sequence: int, progress: bool) -> list[Part]:
     """Streams the text through the model, once or twice, into the moments."""
-    recipes = measured.settings.recipes
-    if not measured.settings.groups:
-        return measured  # only recipes that need no data
+    settings = parts[0].moments.settings
+    if not settings.groups:
+        return parts  # only recipes that need no data
     rows, lengths = _sequences(tokens, sequence)
-    add = partial(moments.accumulate, positions=np.arange(sequence), rope=model.config.rotary)
-    twice = any(recipe.passes == 2 for recipe in recipes)
+    twice = any(recipe.passes == 2 for recipe in settings.recipes)
     keep = twice and _kv_bytes(model, rows.size) <= KEPT_BYTES
     kept: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     for i, (q, k, v) in enumerate(_captured(model, rows, "calibrating", progress)):
-        measured = add(measured, q, k, v, lengths=lengths[i : i + 1])
+        parts = [_add(part, (q, k, v), lengths[i : i + 1]) for part in parts]
         if keep:
             # The second pass reads no queries: a view of one zero stands in for them.
             kept.append((np.broadcast_to(np.float32(0), q.shape), np.asarray(k), np.asarray(v)))
     if twice:
-        first = fit.first_fit(measured)
+        first = [fit.first_fit(part.moments) for part in parts]
         source = kept if keep else _captured(model, rows, "second pass", progress)
-        for i, (q, k, v) in enumerate(source):
-            measured = add(measured, q, k, v, lengths=lengths[i : i + 1], first_fit=first)
-    return measured
+        for i, captured in enumerate(source):
+            parts = [_add(part, captured, lengths[i : i + 1], each) for part, each in zip(parts, first, strict=True)]
+    return parts
+
+
+def _add(part: Part, captured: Sequence[Any], lengths: np.ndarray, first: moments.FirstFit | None = None) -> Part:
+    """A part with one more batch of q, k, v of all layers in its moments; the old moments are donated."""
+    whole = len(part.layers) == len(captured[0])
+    q, k, v = captured if whole else (x[np.asarray(part.layers)] for x in captured)
+    positions = np.arange(k.shape[2])
+    options = {"positions": positions, "lengths": lengths, "rope": part.rotary, "first_fit": first}
+    return dataclasses.replace(part, moments=moments.accumulate(part.moments, q, k, v, **options))
 
 
 def _sequence(sequence: int | None, bucket: int, context: int, text: corpus.TokenText) -> int:
@@ -210,31 +281,6 @@ def _capture(decoder: Decoder, tokens: jax.Array):
 def _kv_bytes(model: LoadedModel, tokens: int) -> int:
     config = model.config
     return 2 * tokens * config.layers * config.kv_heads * config.head_dim * model.decoder.dtype.itemsize
-
-
-def manifest(
-    model: LoadedModel,
-    text: corpus.TokenText,
-    recipe: Recipe,
-    measured: moments.Moments,
-    max_position: int,
-    value_metric: str,
-) -> artifact.Manifest:
-    """The caller's part of the manifest of codes fitted to moments."""
-    groups, positioned = measured.settings.groups, recipe.positions != "absolute"
-    return artifact.Manifest(
-        recipe=recipe.name,
-        model=model.identity,
-        text=text.identity if groups else None,
-        value_metric={"output": "output-projection"}.get(value_metric, value_metric)
-        if "weighted" in groups
-        else "none",
-        statistics_sink=STATISTICS_SINK if "weighted" in groups else None,
-        statistics_recent=STATISTICS_RECENT if "weighted" in groups else None,
-        max_position=max_position if positioned else None,
-        covered_positions=fit.covered_positions(measured) if positioned else None,
-        rotary=model.config.rotary if positioned else None,
-    )
 
 
 def run(args: argparse.Namespace) -> int:

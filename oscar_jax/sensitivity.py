@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from calib import artifact, fit
+from calib import artifact
 from calib.recipes import get as get_recipe
 from oscar_jax import calibrate, corpus, evaluate, layer_plan, one_pass
 from oscar_jax.models import LoadedModel
@@ -58,15 +58,15 @@ def plan_layers(
     of_recipe = get_recipe(recipe)
     options = {"sequence": None, "bucket": calibrate.BUCKET, "max_position": None, "value_metric": "output"} | options
     progress = options.setdefault("progress", True)
-    measured, limit = calibrate.measure(model, text, [of_recipe], **options)
+    measured = calibrate.measure(model, text, [of_recipe], **options)
     codes = {}
     for size in SIZES:
         slots = round(size * model.config.head_dim / 8) * 8
-        codes[slots] = fit.fit(measured, of_recipe, rope=model.config.rotary, max_position=limit, slots=slots)
+        codes[slots] = measured.fit(of_recipe, slots=slots)
     window = text.tokens[None, : min(WINDOW, model.config.max_position)]
     costs = layer_costs(model, codes, window, progress=progress)
     plan = layer_plan.choose(codes, costs, average_bits)
-    return plan, calibrate.manifest(model, text, of_recipe, measured, limit, options["value_metric"])
+    return plan, measured.manifest(model, text, of_recipe, options["value_metric"])
 
 
 def run(args: argparse.Namespace, model: LoadedModel, text: corpus.TokenText) -> int:

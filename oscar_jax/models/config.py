@@ -5,18 +5,21 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from typing import Literal
 
 from pallas_kernels.rope import Rotary
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
+# Fields that not every model has: those at their defaults are left out of the hash, which artifacts remember.
+_LATER = ("local_rotary", "query_scale", "embedding_scale", "activation", "post_norms")
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder of the Llama, Qwen2 or Qwen3 family. Hashable, so it may be a static argument of `jax.jit`.
+    """A decoder of the Llama, Qwen2, Qwen3 or Gemma 3 family. Hashable, so it may be a static argument of `jax.jit`.
 
     Attributes:
-        architecture: "llama", "qwen2" or "qwen3"; informative, the fields below decide what is computed.
+        architecture: "llama", "qwen2", "qwen3" or "gemma3"; informative, the fields below decide what is computed.
         vocab_size: V, rows of the token embedding.
         layers: L.
         hidden_size: E, width of the residual stream.
@@ -25,12 +28,17 @@ class ModelConfig:
         head_dim: D; not always `hidden_size / q_heads`.
         norm_eps: added to the mean square in every RMSNorm.
         rotary: the pure rotation of queries and keys.
+        local_rotary: that of layers with a window; None is `rotary`.
         attention_factor: multiplies the rotated dimensions of q and of k (YaRN, longrope), else 1.
         max_position: tokens the rotary tables hold; the model's context unless `load` was told otherwise.
         tied_embeddings: the output head is the token embedding.
         qkv_bias, output_bias: biases of the query, key and value projections, and of the output projection.
         qk_norm: RMSNorm over D of each query and key head before the rotation.
         windows: for each layer None, or the number w of latest tokens it sees (`j > t - w`); `()` is None everywhere.
+        query_scale: factor on `q . k` before the softmax; None is `head_dim ** -0.5`.
+        embedding_scale: factor on the token embedding, not on the tied head.
+        activation: of the gated MLP, "silu" or "gelu_tanh".
+        post_norms: RMSNorm of the outputs of attention and MLP before they are added.
     """
 
     architecture: str
@@ -50,6 +58,11 @@ class ModelConfig:
     output_bias: bool = False
     qk_norm: bool = False
     windows: tuple[int | None, ...] = ()
+    local_rotary: Rotary | None = None
+    query_scale: float | None = None
+    embedding_scale: float = 1.0
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    post_norms: bool = False
 
     def __post_init__(self):
         check_architecture(self.architecture)
@@ -76,13 +89,21 @@ class ModelConfig:
 
     @property
     def softmax_scale(self) -> float:
-        """Factor on `q . k` before the softmax, `head_dim ** -0.5`; `attention_factor` is already in q and k."""
-        return self.head_dim**-0.5
+        """Factor on `q . k` before the softmax; `attention_factor` is already in q and k."""
+        return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
+
+    def rotary_of(self, layer: int) -> Rotary:
+        """The rotation of one layer."""
+        local = self.local_rotary is not None and self.windows[layer] is not None
+        return self.local_rotary if local else self.rotary  # type: ignore[return-value]
 
     def config_hash(self) -> str:
         """SHA-256 of the canonical JSON of all fields but `max_position`, which is the user's choice."""
         fields = dataclasses.asdict(self)
         del fields["max_position"]
+        for field in dataclasses.fields(self):
+            if field.name in _LATER and fields[field.name] == field.default:
+                del fields[field.name]
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""The decoder of the Llama, Qwen2 and Qwen3 families, with attention left to the caller.
+"""The decoder of the Llama, Qwen2, Qwen3 and Gemma 3 families, with attention left to the caller.
 
 Weights are stacked over layers and scanned, so compile time does not grow with depth. A `Decoder` is a pytree: pass it
 to `jax.jit` as an ordinary argument that is not donated, and donate the attention state:
@@ -12,6 +12,7 @@ to `jax.jit` as an ordinary argument that is not donated, and donate the attenti
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -70,6 +71,8 @@ def parameter_shapes(config: ModelConfig) -> dict[str, ParameterShape]:
         shapes["layers.output_bias"] = vector(hidden)
     if config.qk_norm:
         shapes |= {"layers.query_norm": vector(config.head_dim), "layers.key_norm": vector(config.head_dim)}
+    if config.post_norms:
+        shapes |= {"layers.attention_post_norm": vector(hidden), "layers.mlp_post_norm": vector(hidden)}
     if not config.tied_embeddings:
         shapes["head"] = matrix(hidden, vocab)
     return shapes
@@ -86,13 +89,14 @@ class Block(nnx.Module):
         def optional(name: str) -> nnx.Param | None:
             return nnx.Param(weights[name]) if name in weights else None
 
-        self.head_dim, self.eps = config.head_dim, config.norm_eps
+        self.head_dim, self.eps, self.activation = config.head_dim, config.norm_eps, config.activation
         self.attention_norm = nnx.Param(weights["attention_norm"])
         self.query, self.query_bias = nnx.Param(weights["query"]), optional("query_bias")
         self.key, self.key_bias = nnx.Param(weights["key"]), optional("key_bias")
         self.value, self.value_bias = nnx.Param(weights["value"]), optional("value_bias")
         self.query_norm, self.key_norm = optional("query_norm"), optional("key_norm")
         self.output, self.output_bias = nnx.Param(weights["output"]), optional("output_bias")
+        self.attention_post_norm, self.mlp_post_norm = optional("attention_post_norm"), optional("mlp_post_norm")
         self.mlp_norm = nnx.Param(weights["mlp_norm"])
         self.gate, self.up, self.down = (nnx.Param(weights[name]) for name in ("gate", "up", "down"))
 
@@ -110,9 +114,12 @@ class Block(nnx.Module):
     def attended(self, x: jax.Array, out: jax.Array) -> jax.Array:
         """The residual stream `[B, T, E]` after attention's output `[B, T, N, D]` and the MLP."""
         out = out.astype(x.dtype).reshape(*x.shape[:2], -1)
-        x = x + _project(out, self.output, self.output_bias)
+        y = _project(out, self.output, self.output_bias)
+        x = x + (y if self.attention_post_norm is None else rms_norm(y, self.attention_post_norm, self.eps))
         y = rms_norm(x, self.mlp_norm, self.eps)
-        return x + _project(jax.nn.silu(_project(y, self.gate)) * _project(y, self.up), self.down)
+        activate = jax.nn.silu if self.activation == "silu" else partial(jax.nn.gelu, approximate=True)
+        y = _project(activate(_project(y, self.gate)) * _project(y, self.up), self.down)
+        return x + (y if self.mlp_post_norm is None else rms_norm(y, self.mlp_post_norm, self.eps))
 
 
 class Decoder(nnx.Module):
@@ -131,10 +138,15 @@ class Decoder(nnx.Module):
         )
         self.final_norm = nnx.Param(weights["final_norm"])
         self.head = None if config.tied_embeddings else nnx.Param(weights["head"])
-        cos, sin = config.rotary.table(config.max_position, np.float64)  # pyright: ignore[reportArgumentType]
-        table_dtype = jnp.promote_types(weights["embedding"].dtype, jnp.float32)
-        self.cos = RotaryTable(jnp.asarray(config.attention_factor * cos, table_dtype))
-        self.sin = RotaryTable(jnp.asarray(config.attention_factor * sin, table_dtype))
+        dtype = jnp.promote_types(weights["embedding"].dtype, jnp.float32)
+
+        def tables(rotary: rope.Rotary) -> tuple[RotaryTable, RotaryTable]:
+            cos, sin = rotary.table(config.max_position, np.float64)  # pyright: ignore[reportArgumentType]
+            scaled = (jnp.asarray(config.attention_factor * table, dtype) for table in (cos, sin))
+            return RotaryTable(next(scaled)), RotaryTable(next(scaled))
+
+        self.cos, self.sin = tables(config.rotary)
+        self.local_cos, self.local_sin = (None, None) if config.local_rotary is None else tables(config.local_rotary)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -158,16 +170,30 @@ class Decoder(nnx.Module):
         Returns:
             hidden `[B, T, E]` after the final norm; the last state; every layer's `extra`, stacked on a leading L.
         """
-        cos, sin = (jnp.take(table[...], positions, axis=0, mode="clip")[:, :, None] for table in (self.cos, self.sin))
+
+        def angles(*tables: RotaryTable) -> list[jax.Array]:
+            return [jnp.take(table[...], positions, axis=0, mode="clip")[:, :, None] for table in tables]
+
+        everywhere = angles(self.cos, self.sin)
+        in_windows = None
+        if self.local_cos is not None and self.local_sin is not None:
+            in_windows = angles(self.local_cos, self.local_sin)
+        local = np.asarray([window is not None for window in self.config.windows])
 
         def layer(carry: tuple[jax.Array, Any], scanned: tuple[Block, jax.Array]) -> tuple[tuple[jax.Array, Any], Any]:
             x, state = carry
             block, index = scanned
+            cos, sin = everywhere
+            if in_windows is not None:
+                own = jnp.asarray(local)[index]
+                cos, sin = (jnp.where(own, ours, all) for ours, all in zip(in_windows, everywhere, strict=True))
             q, k, v = block.heads(x, cos, sin)
             out, state, extra = attend(state, index, q, k, v)
             return (block.attended(x, out), state), extra
 
         x = jnp.take(self.embedding[...], tokens, axis=0, mode="clip")
+        if self.config.embedding_scale != 1:
+            x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
         indices = jnp.arange(self.config.layers, dtype=jnp.int32)
         (x, state), extras = jax.lax.scan(layer, (x, state), (self.layers, indices))
         return rms_norm(x, self.final_norm, self.config.norm_eps), state, extras

@@ -33,7 +33,9 @@ NAMES = {
     "layers.value_bias": "blk.{layer}.attn_v.bias",
     "layers.output": "blk.{layer}.attn_output.weight",
     "layers.output_bias": "blk.{layer}.attn_output.bias",
+    "layers.attention_post_norm": "blk.{layer}.post_attention_norm.weight",
     "layers.mlp_norm": "blk.{layer}.ffn_norm.weight",
+    "layers.mlp_post_norm": "blk.{layer}.post_ffw_norm.weight",
     "layers.gate": "blk.{layer}.ffn_gate.weight",
     "layers.up": "blk.{layer}.ffn_up.weight",
     "layers.down": "blk.{layer}.ffn_down.weight",
@@ -42,11 +44,13 @@ NAMES = {
 }
 _MAGIC = b"GGUF"
 _FREQUENCY_DIVISORS = "rope_freqs.weight"
+_GEMMA_PERIOD, _GEMMA_27B_LAYERS = 6, 62
 # Metadata, after the architecture's name, that changes what the model computes in a way the decoder does not have.
 _REFUSED = (
     "expert_count",
-    "attention.sliding_window",
     "attention.scale",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
     "logit_scale",
     "rope.scaling.yarn_ext_factor",
     "rope.scaling.yarn_attn_factor",
@@ -105,7 +109,8 @@ class GgufModel:
             ValueError: metadata is missing, or `max_position` is beyond the model's context.
             NotImplementedError: a feature that the decoder does not have.
         """
-        for key in _REFUSED:
+        gemma = self.architecture == "gemma3"
+        for key in (*_REFUSED, *([] if gemma else ["attention.sliding_window"])):
             if value := self._own(key, None):
                 raise NotImplementedError(f"GGUF metadata {self.architecture}.{key}={value} is not supported.")
         context = self._own("context_length")
@@ -115,10 +120,16 @@ class GgufModel:
         if self._own("attention.value_length", head_dim) != head_dim:
             raise NotImplementedError("keys and values of different sizes (latent attention) are not supported.")
         rotary, attention_factor = self._rotary(head_dim, context, max_position)
+        layers = self._own("block_count")
+        if gemma and layers == _GEMMA_27B_LAYERS:
+            raise NotImplementedError(
+                f"gemma3 with {layers} layers (27B) has a softmax scale that GGUF files do not hold: use the model's "
+                "Hugging Face directory."
+            )
         return ModelConfig(
             architecture=self.architecture,
             vocab_size=int(self._tensors[NAMES["embedding"]].shape[1]) if NAMES["embedding"] in self._tensors else 1,
-            layers=self._own("block_count"),
+            layers=layers,
             hidden_size=hidden_size,
             mlp_size=self._own("feed_forward_length"),
             q_heads=q_heads,
@@ -131,8 +142,21 @@ class GgufModel:
             tied_embeddings=NAMES["head"] not in self._tensors,
             qkv_bias=self.architecture == "qwen2" or NAMES["layers.query_bias"].format(layer=0) in self._tensors,
             output_bias=NAMES["layers.output_bias"].format(layer=0) in self._tensors,
-            qk_norm=self.architecture == "qwen3",
+            qk_norm=self.architecture in ("qwen3", "gemma3"),
+            **(self._gemma(layers, hidden_size, head_dim) if gemma else {}),
         )
+
+    def _gemma(self, layers: int, hidden_size: int, head_dim: int) -> dict[str, Any]:
+        """What Gemma 3 has beside the others; every sixth layer sees everything, the others a window."""
+        window = self._own("attention.sliding_window")
+        theta = _decimal(self._own("rope.freq_base_swa", 10000.0))
+        return {
+            "windows": tuple(None if (layer + 1) % _GEMMA_PERIOD == 0 else int(window) for layer in range(layers)),
+            "local_rotary": Rotary.standard(head_dim, theta),
+            "embedding_scale": hidden_size**0.5,
+            "activation": "gelu_tanh",
+            "post_norms": True,
+        }
 
     def decoder(self, config: ModelConfig, *, dtype: object, mesh: jax.sharding.Mesh | None = None) -> Decoder:
         """Dequantizes all weights; on a mesh a tensor at a time, of which its devices' parts stay.

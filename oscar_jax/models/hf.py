@@ -38,6 +38,11 @@ NAMES = {
     "head": "lm_head.weight",
 }
 # Old checkpoints store the rotary frequencies, which the configuration gives.
+_GEMMA_NAMES = NAMES | {
+    "layers.attention_post_norm": "model.layers.{layer}.post_attention_layernorm.weight",
+    "layers.mlp_norm": "model.layers.{layer}.pre_feedforward_layernorm.weight",
+    "layers.mlp_post_norm": "model.layers.{layer}.post_feedforward_layernorm.weight",
+}
 _BUFFERS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _INDEX = "model.safetensors.index.json"
@@ -48,7 +53,7 @@ def read_config(folder: Path, *, max_position: int | None = None) -> ModelConfig
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"source={str(folder)!r} has no config.json: expected a Hugging Face model directory.")
-    check_architecture(_read_json(path).get("model_type"))
+    check_architecture(_architecture(_read_json(path).get("model_type")))
     from transformers import AutoConfig  # heavy: only where a model is really loaded
 
     try:
@@ -59,7 +64,7 @@ def read_config(folder: Path, *, max_position: int | None = None) -> ModelConfig
 
 
 def config_from_dict(raw: Mapping[str, Any], *, max_position: int | None = None) -> ModelConfig:
-    """`ModelConfig` of a Llama, Qwen2 or Qwen3 configuration in transformers' names.
+    """`ModelConfig` of a Llama, Qwen2, Qwen3 or Gemma 3 text configuration in transformers' names.
 
     Args:
         raw: all fields; rotary parameters as `rope_parameters`, or as `rope_theta` and `rope_scaling`.
@@ -69,15 +74,19 @@ def config_from_dict(raw: Mapping[str, Any], *, max_position: int | None = None)
         ValueError: another architecture, or `max_position` beyond the model's context.
         NotImplementedError: a feature that the decoder does not have.
     """
-    kind = raw["model_type"]
+    kind = _architecture(raw["model_type"])
     check_architecture(kind)
     _refuse_features(raw)
     context = int(raw["max_position_embeddings"])
     max_position = checked_max_position(max_position, context)
     head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
-    rotary, attention_factor = rotary_from_parameters(
-        _rotary_parameters(raw), head_dim=head_dim, context=context, max_position=max_position
-    )
+    sizes = {"head_dim": head_dim, "context": context, "max_position": max_position}
+    gemma = kind == "gemma3"
+    parameters = _rotary_parameters(raw, "full_attention" if gemma else None)
+    rotary, attention_factor = rotary_from_parameters(parameters, **sizes)
+    local_rotary = None
+    if gemma:
+        local_rotary, _ = rotary_from_parameters(_rotary_parameters(raw, "sliding_attention"), **sizes)
     return ModelConfig(
         architecture=kind,
         vocab_size=raw["vocab_size"],
@@ -94,8 +103,15 @@ def config_from_dict(raw: Mapping[str, Any], *, max_position: int | None = None)
         tied_embeddings=bool(raw.get("tie_word_embeddings")),
         qkv_bias=kind == "qwen2" or bool(raw.get("attention_bias")),
         output_bias=kind != "qwen2" and bool(raw.get("attention_bias")),
-        qk_norm=kind == "qwen3",
+        qk_norm=kind in ("qwen3", "gemma3"),
         windows=_windows(raw),
+        local_rotary=local_rotary,
+        query_scale=raw["query_pre_attn_scalar"] ** -0.5
+        if raw.get("query_pre_attn_scalar", head_dim) != head_dim
+        else None,
+        embedding_scale=raw["hidden_size"] ** 0.5 if gemma else 1.0,
+        activation="gelu_tanh" if gemma else "silu",
+        post_norms=gemma,
     )
 
 
@@ -111,11 +127,14 @@ def read_decoder(folder: Path, config: ModelConfig, *, dtype: object, mesh: jax.
         try:
             with safe_open(path, framework="np") as file:
                 for key in file.keys():  # noqa: SIM118  (not a mapping)
-                    tensors[key] = StoredTensor(tuple(file.get_slice(key).get_shape()), _reader(path, key))
+                    tensors[key] = StoredTensor(
+                        tuple(file.get_slice(key).get_shape()), _reader(path, key, _offset(config, key))
+                    )
         except SafetensorError as error:
             raise ValueError(f"{path}: truncated or damaged ({_one_line(error)}); fetch the file again.") from error
     ignored = _BUFFERS + ("|" + NAMES["head"] if config.tied_embeddings else "")
-    return assemble(config, tensors, NAMES, source=str(folder), dtype=dtype, ignored=ignored, mesh=mesh)
+    names = _GEMMA_NAMES if config.post_norms else NAMES
+    return assemble(config, tensors, names, source=str(folder), dtype=dtype, ignored=ignored, mesh=mesh)
 
 
 def read_tokenizer(folder: Path) -> Any:
@@ -139,9 +158,19 @@ def read_tokenizer(folder: Path) -> Any:
         raise ValueError(f"{names}: no tokenizer can be made of it ({_one_line(error)}); fetch it again.") from error
 
 
+def _architecture(model_type: Any) -> Any:
+    """`ModelConfig.architecture` of a model type; Gemma 3 with images has another type than its text part alone."""
+    return {"gemma3_text": "gemma3", "gemma3": "gemma3 with images"}.get(model_type, model_type)
+
+
 def _refuse_features(raw: Mapping[str, Any]) -> None:
-    if raw.get("hidden_act") not in ("silu", "swish"):
-        raise NotImplementedError(f"hidden_act={raw.get('hidden_act')!r} is not supported: expected 'silu'.")
+    gemma = raw["model_type"] == "gemma3_text"
+    name, known = ("hidden_activation", ("gelu_pytorch_tanh",)) if gemma else ("hidden_act", ("silu", "swish"))
+    if raw.get(name) not in known:
+        raise NotImplementedError(f"{name}={raw.get(name)!r} is not supported: expected {known[0]!r}.")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if raw.get(name):
+            raise NotImplementedError(f"{name}={raw[name]!r} is not supported: expected a model without.")
     if raw.get("mlp_bias"):
         raise NotImplementedError("mlp_bias=True is not supported: expected a model without biases in its MLP.")
     if raw.get("quantization_config"):
@@ -151,8 +180,10 @@ def _refuse_features(raw: Mapping[str, Any]) -> None:
         )
 
 
-def _rotary_parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _rotary_parameters(raw: Mapping[str, Any], layer_type: str | None = None) -> dict[str, Any]:
     parameters = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    if layer_type is not None:
+        return dict(parameters[layer_type])
     for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
         if parameters.get(name) is None and raw.get(name) is not None:
             parameters[name] = raw[name]
@@ -160,7 +191,7 @@ def _rotary_parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
-    if not raw.get("use_sliding_window") or not raw.get("sliding_window"):
+    if not raw.get("use_sliding_window", raw["model_type"] == "gemma3_text") or not raw.get("sliding_window"):
         return ()
     layers = range(raw["num_hidden_layers"])
     kinds = raw.get("layer_types")
@@ -190,10 +221,16 @@ def _weight_files(folder: Path) -> list[Path]:
     )
 
 
-def _reader(path: Path, key: str):
+def _offset(config: ModelConfig, key: str) -> int:
+    """What is added to a tensor: Gemma's norms multiply by one more than is stored."""
+    return int(config.architecture == "gemma3" and key.endswith("norm.weight"))
+
+
+def _reader(path: Path, key: str, offset: int):
     def read(index: tuple[slice, ...]) -> np.ndarray:
         with safe_open(path, framework="np") as file:
-            return file.get_slice(key)[index]
+            x = file.get_slice(key)[index]
+            return x.astype(np.float32) + offset if offset else x
 
     return read
 

@@ -67,7 +67,9 @@ def sample(
     )
 
 
-def moments(data: Sample, *, bucket: int, sink: int, recent: int, stride: int = 8) -> dict[str, np.ndarray]:
+def moments(
+    data: Sample, *, bucket: int, sink: int, recent: int, stride: int = 8, window: int = 1 << 30
+) -> dict[str, np.ndarray]:
     """Every first-pass sum, as `calib.moments` names them."""
     layers, batch, _, kv_heads, dim = data.k.shape
     group = data.q.shape[3] // kv_heads
@@ -99,7 +101,7 @@ def moments(data: Sample, *, bucket: int, sink: int, recent: int, stride: int = 
                 q = data.q[layer, index, :length, member].astype(np.float64)
                 sums["query"][at] += q.T @ q
                 for t in range(length):
-                    score = np.exp(k[: t + 1] @ q[t] / np.sqrt(dim))
+                    score = np.exp(k[: t + 1] @ q[t] / np.sqrt(dim)) * (np.arange(t + 1) > t - window)
                     p = score / score.sum()
                     o = p @ v[: t + 1]
                     sums["output"][at] += np.outer(o, o)

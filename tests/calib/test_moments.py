@@ -57,6 +57,13 @@ def test_first_pass_equals_the_dense_definition(accumulated, expected):
     assert all(array.dtype == np.float64 for array in accumulated.sums.values())
 
 
+def test_a_query_in_a_window_sees_no_further(data):
+    got = calib_moments.accumulate(empty(data, window=9), *data.arrays, **data.where)
+    assert_close(got, definition.moments(data, **WINDOWS, window=9))
+    with pytest.raises(ValueError, match="window=0: expected at least 1, or None"):
+        empty(data, window=0)
+
+
 def test_blocks_of_queries_do_not_change_the_sums(data, expected, monkeypatch):
     monkeypatch.setattr(attention, "SCORES_PER_BLOCK", 1)  # one query a block
     got = calib_moments.update(empty(data), *data.arrays, **data.where)

@@ -6,14 +6,17 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from calib import artifact
+from calib import artifact, fit, moments
 from calib.fit import BucketCoverageWarning, ThinStatisticsWarning
 from oscar_jax import calibrate as calibration
 from oscar_jax import cli, corpus, models
+from pallas_kernels.rope import Rotary
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import bits_per_element
 from tests import tiny_model
@@ -112,6 +115,31 @@ def test_averaged_codes_say_what_positions_they_are_for(tiny, tiny_text):
     assert (manifest.max_position, manifest.covered_positions, manifest.rotary) == (768, 256, tiny.config.rotary)
     absolute = found["naive"].manifest
     assert (absolute.max_position, absolute.covered_positions, absolute.rotary) == (None, None, None)
+
+
+def test_layers_that_rotate_by_themselves_are_measured_by_themselves(tiny_text):
+    """Windows of the text's length change nothing, so a layer must come out as it does alone."""
+    sizes: dict[str, Any] = {"vocab_size": 257, "layers": 3, "max_position": 512}
+    local, shared = Rotary.standard(16, 100.0), Rotary.standard(16, 1e4)
+    mixed = models.tiny_config(**sizes, rotary=shared, local_rotary=local, windows=(512, None, 512))
+    text = corpus.TokenText.of(np.random.default_rng(0).integers(0, 257, 300), "random tokens")
+    options: dict[str, Any] = {"sequence": 300, "bucket": 128, "progress": False}
+    model = models.random_model(mixed)
+    codes = calibration.calibrate(model, text, ["default-averaged"], **options)["default-averaged"].codes
+    assert codes.layers == 3
+    captured = calibration._capture(model.decoder, jnp.asarray(text.tokens[None]))
+    alone = moments.init(
+        "default-averaged", layers=1, kv_heads=2, q_heads=4, head_dim=16, bucket=128,
+        value_metric=model.decoder.value_metric()[2:],
+    )  # fmt: skip
+    last = (x[2:] for x in captured)
+    alone = moments.accumulate(alone, *last, positions=np.arange(300), lengths=[300], rope=local)
+    expected = fit.fit(alone, "default-averaged", rope=local, max_position=512)
+    np.testing.assert_allclose(codes.key.encode[2], expected.key.encode[0], rtol=1e-4, atol=1e-4)
+    assert np.abs(codes.key.encode[1] - expected.key.encode[0]).max() > 0.1
+    np.testing.assert_array_equal(codes.value.bits[2], expected.value.bits[0])
+    with pytest.raises(NotImplementedError, match="turns the keys of all layers alike"):
+        calibration.calibrate(model, text, ["default"], **options)
 
 
 def run(*arguments):

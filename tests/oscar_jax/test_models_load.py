@@ -46,6 +46,10 @@ _CASES = {
     "qwen2-bias": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-sliding": ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen2-yarn-mscale": ("Qwen2", {"rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}}),
+    "gemma3": (
+        "Gemma3",
+        {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 9, "num_hidden_layers": 7},
+    ),
     "qwen3-head-dim": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": False}),
 }
 
@@ -58,7 +62,8 @@ def _reference(family: str, **changes):
     """A random transformers model with norms, biases and query-key norms away from their initial ones and zeros."""
     torch = _torch()
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**(_SIZES | changes), initializer_range=0.15)
+    config_class = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")
+    config = config_class(**(_SIZES | changes), initializer_range=0.15)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -163,6 +168,7 @@ def _config_json(folder: Path, **changes) -> None:
             "architecture 'mixtral' is not supported: expected one of llama, qwen2",
         ),
         ({"model_type": None}, ValueError, "architecture None is not supported"),
+        ({"model_type": "gemma3"}, ValueError, "architecture 'gemma3 with images' is not supported"),
         ({"hidden_act": "gelu"}, NotImplementedError, "hidden_act='gelu' is not supported: expected 'silu'"),
         ({"mlp_bias": True}, NotImplementedError, "mlp_bias=True is not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, NotImplementedError, r"quantization_config \(awq\)"),
@@ -303,7 +309,7 @@ def test_partial_rotary_and_old_spelling_of_the_parameters():
 def _small_gguf(path: Path, reference, **metadata: object) -> None:
     """Writes a transformers model as llama.cpp's converter would: q and k rows reordered in a llama model."""
     gguf = pytest.importorskip("gguf")
-    architecture = reference.config.model_type
+    architecture = {"gemma3_text": "gemma3"}.get(reference.config.model_type, reference.config.model_type)
     writer = gguf.GGUFWriter(path, architecture)
     config = reference.config
     writer.add_context_length(config.max_position_embeddings)
@@ -313,7 +319,9 @@ def _small_gguf(path: Path, reference, **metadata: object) -> None:
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    gemma = architecture == "gemma3"
+    rope_parameters = config.rope_parameters["full_attention"] if gemma else config.rope_parameters
+    writer.add_rope_freq_base(rope_parameters["rope_theta"])
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
@@ -323,7 +331,8 @@ def _small_gguf(path: Path, reference, **metadata: object) -> None:
     from oscar_jax.models import gguf as ours
     from oscar_jax.models import hf
 
-    theirs = {pattern: ours.NAMES[name] for name, pattern in hf.NAMES.items()}
+    names = hf._GEMMA_NAMES if gemma else hf.NAMES
+    theirs = {pattern: ours.NAMES[name] for name, pattern in names.items()}
     for key, tensor in reference.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -334,9 +343,9 @@ def _small_gguf(path: Path, reference, **metadata: object) -> None:
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(parts[-2])
         if architecture == "llama" and heads:
             x = x.reshape(heads, 2, -1, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
-        writer.add_tensor(name, np.ascontiguousarray(x))
-    if config.rope_parameters["rope_type"] == "llama3":
-        plain = 1 / config.rope_parameters["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
+        writer.add_tensor(name, np.ascontiguousarray(x + (gemma and key.endswith("norm.weight"))))
+    if rope_parameters["rope_type"] == "llama3":
+        plain = 1 / rope_parameters["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
         scaled = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](config)[0].numpy()
         writer.add_tensor("rope_freqs.weight", (plain / scaled).astype(np.float32))
     writer.write_header_to_file()
@@ -360,6 +369,11 @@ def _small_gguf(path: Path, reference, **metadata: object) -> None:
             },
         ),
         ("Qwen3", {"head_dim": 16}, {}),
+        (
+            "Gemma3",
+            {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 9, "num_hidden_layers": 7},
+            {"attention__sliding_window": 9},
+        ),
     ],
 )
 def test_gguf_logits_equal_transformers(family, changes, metadata, tmp_path):
@@ -368,10 +382,13 @@ def test_gguf_logits_equal_transformers(family, changes, metadata, tmp_path):
     _assert_same_logits(tmp_path / "model.gguf", reference)
 
 
-def test_gguf_and_directory_of_one_model_have_one_config_hash(tmp_path):
-    reference = _reference("Llama")
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_gguf_and_directory_of_one_model_have_one_config_hash(family, tmp_path):
+    gemma = family == "Gemma3"
+    options = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 9} if gemma else {}
+    reference = _reference(family, **options)
     reference.save_pretrained(tmp_path / "folder")
-    _small_gguf(tmp_path / "model.gguf", reference)
+    _small_gguf(tmp_path / "model.gguf", reference, **({"attention__sliding_window": 9} if gemma else {}))
     hashes = {models.load(tmp_path / name).identity.config_hash for name in ("folder", "model.gguf")}
     assert len(hashes) == 1
 
@@ -395,12 +412,15 @@ def test_gguf_features_are_refused_by_name(tmp_path):
     _small_gguf(tmp_path / "moe.gguf", reference, expert_count=8)
     with pytest.raises(NotImplementedError, match=r"GGUF metadata llama\.expert_count=8 is not supported"):
         models.load(tmp_path / "moe.gguf")
+    _small_gguf(tmp_path / "capped.gguf", reference, final_logit_softcapping=30.0)
+    with pytest.raises(NotImplementedError, match=r"GGUF metadata llama\.final_logit_softcapping=30\.0 is not supp"):
+        models.load(tmp_path / "capped.gguf")
     _small_gguf(tmp_path / "longrope.gguf", reference, rope__scaling__type="longrope")
     with pytest.raises(NotImplementedError, match=r"GGUF rope\.scaling\.type 'longrope' is not supported"):
         models.load(tmp_path / "longrope.gguf")
-    reference.config.model_type = "gemma3"
+    reference.config.model_type = "gemma2"
     _small_gguf(tmp_path / "gemma.gguf", reference)
-    with pytest.raises(ValueError, match="architecture 'gemma3' is not supported: expected one of llama, qwen2, qwen3"):
+    with pytest.raises(ValueError, match="architecture 'gemma2' is not supported: expected one of llama, qwen2, qwen3"):
         models.load(tmp_path / "gemma.gguf")
 
 
