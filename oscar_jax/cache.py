@@ -214,9 +214,10 @@ def init_cache(config: CacheConfig, codes: TransformCodes | None = None) -> KVCa
 
 
 def _init_history(config: CacheConfig, codes: TransformCodes, pages: int) -> History:
-    # The GPU kernels want the tokens of a page of values next to each other, the TPU kernels those of keys too; every
-    # other reader takes both orders.
+    # The GPU kernels want the tokens of a page of values next to each other, the TPU kernels those of keys too, and
+    # short pages in words; every other reader takes all of them.
     preferred = dispatch.preferred(config.implementation)
+    tensor = 1 if config.mesh is None else config.mesh.shape[sharding.TENSOR]
     copies = config.stored_heads // codes.kv_heads
     return init_history(
         codes if copies == 1 else jax.tree.map(lambda leaf: jnp.repeat(leaf, copies, axis=1), codes),
@@ -224,6 +225,7 @@ def _init_history(config: CacheConfig, codes: TransformCodes, pages: int) -> His
         page=config.tiers.page,
         keys_tokens_last=preferred == "tpu",
         values_tokens_last=preferred in ("triton", "tpu"),
+        words=config.stored_heads // tensor if preferred == "tpu" else None,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,8 @@ from pallas_kernels.storage import loaded, storage_dtype, stored
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
 
+LANES = 128  # of a TPU's registers
+
 
 @partial(jax.tree_util.register_dataclass, data_fields=["slots", "scale", "offset"], meta_fields=["tokens_last"])
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +29,8 @@ class SidePages:
     """Pages of one side of all layers.
 
     Slots uint8 `[L, P, K, page, N/4]`, or `[L, P, K, N/4, page]` with `tokens_last`, the order that an implementation
-    may want; scale and offset `[L, P, K, page]` in the storage dtype of the codes' `scale_dtype`
-    (`pallas_kernels.storage`).
+    may want, or int32 words `[L, P, K/h, R, 128]` (`short_page`), which fill TPU lanes where pages are shorter; scale
+    and offset `[L, P, K, page]` in the storage dtype of the codes' `scale_dtype` (`pallas_kernels.storage`).
     """
 
     slots: jax.Array
@@ -35,29 +38,93 @@ class SidePages:
     offset: jax.Array | None
     tokens_last: bool = False
 
+    @property
+    def words(self) -> bool:
+        """Whether slots are int32 words."""
+        return self.slots.dtype == jnp.int32
+
     def laid_out(self, *, tokens_last: bool) -> SidePages:
-        """The same pages in either order; `tokens_last=False` is the one that all implementations share."""
-        slots = self.slots if tokens_last == self.tokens_last else self.slots.swapaxes(-1, -2)
-        return dataclasses.replace(self, slots=slots, tokens_last=tokens_last)
+        """The same pages in either order of bytes; `tokens_last=False` is the one that all implementations share."""
+        rows = self._rows_of(self.slots)
+        return dataclasses.replace(self, slots=rows.swapaxes(-1, -2) if tokens_last else rows, tokens_last=tokens_last)
+
+    def as_words(self) -> SidePages:
+        """The same pages as words; `short_page` says whether their size allows it."""
+        slots = self._rows_of(self.slots)
+        kv_heads, page, width = slots.shape[2:]
+        size = short_page(codec.PLANES * width, page, kv_heads)
+        assert size is not None
+        words = _row_words(slots).swapaxes(-1, -2)  # [.., K, N/16, page]
+        words = words.reshape(*slots.shape[:2], kv_heads // size.heads, size.pages, size.rows, page).swapaxes(3, 4)
+        return dataclasses.replace(self, slots=words.reshape(*words.shape[:4], LANES), tokens_last=False)
+
+    def _rows_of(self, slots: jax.Array) -> jax.Array:
+        """Slots of pages in any of the layouts as rows uint8 `[.., K, page, N/4]`."""
+        if not self.words:
+            return slots.swapaxes(-1, -2) if self.tokens_last else slots
+        kv_heads, page = self.scale.shape[2:]
+        lead, (units, rows) = slots.shape[:-3], slots.shape[-3:-1]
+        words = slots.reshape(*lead, units, rows, LANES // page, page).swapaxes(-2, -3)
+        words = words.reshape(*lead, kv_heads, -1, page).swapaxes(-1, -2)
+        return jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(*lead, kv_heads, page, -1)
 
     def take(self, layer: jax.Array, pages: jax.Array) -> codec.Encoded:
         """Rows of pages `[B, p]` as `[B, p, K, page, ...]`; ids out of range are clamped, so callers must mask."""
         pages = jnp.clip(pages, 0, self.scale.shape[1] - 1)
         scale, offset = (None if x is None else loaded(x[layer, pages]) for x in (self.scale, self.offset))
-        slots = self.slots[layer, pages]
-        return codec.Encoded(slots.swapaxes(-1, -2) if self.tokens_last else slots, scale, offset)  # type: ignore[arg-type]
+        return codec.Encoded(self._rows_of(self.slots[layer, pages]), scale, offset)  # type: ignore[arg-type]
 
     def put(self, layer: jax.Array, pages: jax.Array, offsets: jax.Array, rows: codec.Encoded) -> SidePages:
         """Stores rows `[B, M, K, ...]` at page ids and page offsets `[B, M]`; ids out of range are dropped."""
         pages = jnp.where(pages < 0, self.scale.shape[1], pages)  # a negative id would wrap around
+        place, new = (layer, pages, slice(None), offsets), rows.slots
+        if self.words:
+            page = self.scale.shape[3]
+            lanes = offsets[..., None] + page * np.arange(LANES // page)
+            place = (layer, pages[..., None], slice(None), slice(None), lanes)
+            units, count = self.slots.shape[2:4]
+            new = jnp.moveaxis(_row_words(new).reshape(*new.shape[:2], units, -1, count), 3, 2)
+        elif self.tokens_last:
+            place = (*place[:3], slice(None), offsets)
+        slots = self.slots.at[place].set(new, mode="drop")
+        return dataclasses.replace(self.put_numbers(layer, pages, offsets, rows), slots=slots)
+
+    def put_numbers(self, layer: jax.Array, pages: jax.Array, offsets: jax.Array, rows: codec.Encoded) -> SidePages:
+        """`put` of scales and offsets alone, for page ids that are not negative."""
         place = (layer, pages, slice(None), offsets)
-        slots = self.slots.at[(*place[:3], slice(None), offsets) if self.tokens_last else place]
-        return SidePages(
-            slots.set(rows.slots, mode="drop"),
-            self.scale.at[place].set(stored(rows.scale), mode="drop"),
-            None if self.offset is None else self.offset.at[place].set(stored(rows.offset), mode="drop"),  # type: ignore[arg-type]
-            self.tokens_last,
+        return dataclasses.replace(
+            self,
+            scale=self.scale.at[place].set(stored(rows.scale), mode="drop"),
+            offset=None if self.offset is None else self.offset.at[place].set(stored(rows.offset), mode="drop"),  # type: ignore[arg-type]
         )
+
+
+class ShortPage(NamedTuple):
+    """How a page of fewer than 128 tokens lies in words of 128 lanes.
+
+    Four bytes of a token are a word; a unit of h heads has h N/16 words a token. Word w of token t of the page is in
+    row `w mod R` and lane `page (w div R) + t`: as many word rows side by side as pages make 128 tokens.
+    """
+
+    heads: int  # h, of a unit: as few as fill a row of lanes
+    pages: int  # of 128 tokens
+    rows: int  # R, of a unit
+
+
+def short_page(slots: int, page: int, kv_heads: int) -> ShortPage | None:
+    """The layout in words of pages of `slots` slots a row and head; None where whole rows of lanes are not filled."""
+    if page >= LANES or LANES % page or slots % (4 * codec.PLANES):
+        return None
+    words = slots // (4 * codec.PLANES) * page  # of a head
+    heads = max(1, LANES // words)
+    return (
+        None if heads * words % LANES or kv_heads % heads else ShortPage(heads, LANES // page, heads * words // LANES)
+    )
+
+
+def _row_words(rows: jax.Array) -> jax.Array:
+    """Bytes uint8 `[.., N/4]` as int32 `[.., N/16]`."""
+    return jax.lax.bitcast_convert_type(rows.reshape(*rows.shape[:-1], -1, 4), jnp.int32)
 
 
 @jax.tree_util.register_dataclass
@@ -76,15 +143,25 @@ def init_history(
     page: int,
     keys_tokens_last: bool = False,
     values_tokens_last: bool = False,
+    words: int | None = None,
 ) -> History:
-    """Empty pages for every layer of `codes`."""
+    """Empty pages for every layer of `codes`.
+
+    Args:
+        words: KV heads of a device whose pages are to be int32 words where `short_page` takes them, whatever the two
+            before say.
+    """
 
     def side(code, tokens_last: bool) -> SidePages:
         rows = (code.layers, pages, code.kv_heads, page)
         scale = jnp.zeros(rows, storage_dtype(codes.scale_dtype))
+        offset = jnp.zeros_like(scale) if code.has_offset else None
+        if words and (size := short_page(code.slots, page, words)):
+            shape = (*rows[:2], code.kv_heads // size.heads, size.rows, LANES)
+            return SidePages(jnp.zeros(shape, jnp.int32), scale, offset)
         width = code.slots // codec.PLANES
         slots = jnp.zeros((*rows[:3], width, page) if tokens_last else (*rows, width), jnp.uint8)
-        return SidePages(slots, scale, jnp.zeros_like(scale) if code.has_offset else None, tokens_last)
+        return SidePages(slots, scale, offset, tokens_last)
 
     return History(side(codes.key, keys_tokens_last), side(codes.value, values_tokens_last))
 

@@ -228,7 +228,9 @@ def _call(case: Case) -> tuple[Callable, tuple[int, ...], tuple[Any, ...]]:
     codes = TransformCodes(side, side, Rotary.standard(dim) if buckets else None, 2048 if buckets else None, "float16")
     pages = CONTEXT // case.page
     history = jax.eval_shape(
-        lambda: init_history(codes, pages=BATCH * pages, page=case.page, keys_tokens_last=True, values_tokens_last=True)
+        lambda: init_history(
+            codes, pages=BATCH * pages, page=case.page, keys_tokens_last=True, values_tokens_last=True, words=heads
+        )
     )
 
     def array(*shape: int, dtype: Any = "int32") -> Any:

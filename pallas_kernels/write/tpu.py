@@ -5,13 +5,16 @@ No TPU has run this file. It is compiled for real chips by libtpu and simulated 
 XLA encodes the rows (`pallas_kernels.codec` itself, so slots and scales are the definition's) and hands them over with
 rows on lanes. Tokens of a page lie on lanes too, where a token cannot be written alone: a program reads each page that
 its sequence writes to, puts rows in their lanes, and writes the page back. Rows reach their lanes by a product with the
-0-1 matrix of positions, exact in bfloat16 because every operand is a byte; 16-bit numbers go as two bytes.
+0-1 matrix of positions, exact in bfloat16 because every operand is a byte; 16-bit numbers go as two bytes. Of
+short pages as many as make 128 tokens are exchanged into that order and back (`pallas_kernels.tpu_pages`); XLA stores
+their scales.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,10 +24,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import codec
+from pallas_kernels import codec, tpu_pages
 from pallas_kernels.attention.api import PlainTiers
-from pallas_kernels.attention.tpu import HEAD_DIMS, LANES, PAGE, unavailable
-from pallas_kernels.history import History, SidePages
+from pallas_kernels.attention.tpu import HEAD_DIMS, unavailable
+from pallas_kernels.history import LANES, History, SidePages
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCode, TransformCodes
 from pallas_kernels.write import xla
@@ -57,15 +60,21 @@ def write(
     for pool, code in ((history.key, codes.key), (history.value, codes.value)):
         _check(pool, code, k, tiers)
     pool = history.key.scale.shape[1]
-    index, pages, (key, value) = xla.encoded(k, v, pool, layer, positions, valid, page_indices, codes, tiers)
-    index = jnp.where((pages >= 0) & (pages < pool), index, NOWHERE)
-    entry = index // tiers.page
-    first = entry.min(1)
-    end = jnp.where(index == NOWHERE, -1, entry).max(1) + 1
+    index, pages, sides = xla.encoded(k, v, pool, layer, positions, valid, page_indices, codes, tiers)
+    pages = jnp.where((pages >= 0) & (pages < pool), pages, pool)
+    index = jnp.where(pages < pool, index, NOWHERE)
+    block = index // LANES
+    first = block.min(1)
+    end = jnp.where(index == NOWHERE, -1, block).max(1) + 1
     table = page_indices.astype(jnp.int32)
     scalars = (jnp.asarray(layer, jnp.int32).reshape(1), first, end, table.reshape(-1))
-    store = functools.partial(_store, scalars=scalars, index=index, entries=table.shape[1], interpret=interpret)
-    return History(store(history.key, key), store(history.value, value))
+    stored = []
+    for side, rows in zip((history.key, history.value), sides, strict=True):
+        if side.words:
+            side = side.put_numbers(layer, pages, index % tiers.page, rows)
+            rows = rows._replace(scale=None, offset=None)
+        stored.append(_store(side, rows, scalars=scalars, index=index, page=tiers.page, interpret=interpret))
+    return History(*stored)
 
 
 def demote(
@@ -98,17 +107,17 @@ def _check(pool: SidePages, code: TransformCode, k: jax.Array, tiers: Tiers) -> 
         raise NotImplementedError(
             f"head size {code.head_dim} with {code.slots} slots: {sizes}, as many of both, are built"
         )
-    if tiers.page != PAGE:
-        raise NotImplementedError(f"page={tiers.page}: {PAGE} is built, as many tokens as there are lanes")
-    if not pool.tokens_last:
-        raise NotImplementedError("the history was laid out for another implementation")
+    tpu_pages.check(pool, code.slots, tiers.page)
     if (size := 2 * code.kv_heads * (code.slots // codec.PLANES) * k.shape[1]) > MAX_BYTES:
         raise NotImplementedError(f"{k.shape[1]} rows of a sequence take {size} bytes of VMEM: at most {MAX_BYTES} do")
 
 
-def _store(pool: SidePages, rows: codec.Encoded, *, scalars, index: jax.Array, entries: int, interpret) -> SidePages:
-    """One side's rows `[B, M, K, ...]` at history indices `[B, M]` in the pages of each sequence."""
-    batch, count, kv_heads = rows.scale.shape
+def _store(pool: SidePages, rows: codec.Encoded, *, scalars, index: jax.Array, page: int, interpret) -> SidePages:
+    """One side's rows `[B, M, K, ...]` at history indices `[B, M]` in the pages of each sequence.
+
+    Scale and offset of the rows are None where only slots are to be stored.
+    """
+    batch, count, kv_heads = rows.slots.shape[:3]
     pad = [(0, 0)] * 2 + [(0, -count % LANES)]
     slots = jnp.pad(rows.slots.transpose(0, 2, 3, 1).astype(jnp.bfloat16), [(0, 0), *pad])
     # Rows of a byte each: high and low byte of every number of every head, then a row of ones, which counts.
@@ -129,14 +138,14 @@ def _store(pool: SidePages, rows: codec.Encoded, *, scalars, index: jax.Array, e
     anywhere = [pl.BlockSpec(memory_space=pl.ANY)] * len(pools)
     operands = (index, slots, numbers)
     found = pl.pallas_call(
-        functools.partial(_merge, entries=entries, kv_heads=kv_heads),
+        functools.partial(_merge, entries=len(scalars[-1]) // batch, kv_heads=kv_heads, page=page),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(batch,),
             in_specs=[*map(by_sequence, operands), *anywhere],
             out_specs=anywhere,
             scratch_shapes=[
-                [pltpu.VMEM(x.shape[2:], x.dtype) for x in pools], pltpu.SemaphoreType.DMA((len(pools),))
+                [pltpu.VMEM(_block(x, page), x.dtype) for x in pools], pltpu.SemaphoreType.DMA((len(pools),))
             ],
         ),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pools],
@@ -144,29 +153,27 @@ def _store(pool: SidePages, rows: codec.Encoded, *, scalars, index: jax.Array, e
         interpret=interpret,
         name="oscar_store_rows",
     )(*scalars, *operands, *pools)  # fmt: skip
-    scale, *offset = (lax.bitcast_convert_type(x, pool.scale.dtype) for x in found[1:])
-    return dataclasses.replace(pool, slots=found[0], scale=scale, offset=offset[0] if offset else None)
+    names = ("scale", "offset")[: len(found) - 1]
+    numbers_of = {name: lax.bitcast_convert_type(x, pool.scale.dtype) for name, x in zip(names, found[1:], strict=True)}
+    return dataclasses.replace(pool, slots=found[0], **numbers_of)
 
 
-def _merge(layer, first, end, table, index, slots, numbers, *refs, entries: int, kv_heads: int):
+def _block(pool: jax.Array, page: int) -> tuple[int, ...]:
+    """Shape of 128 tokens of a pool."""
+    first, rows, *lanes = pool.shape[2:]
+    return (first, rows * (LANES // page), *lanes)
+
+
+def _merge(layer, first, end, table, index, slots, numbers, *refs, entries: int, kv_heads: int, page: int):
     *refs, buffers, done = refs
     pools = refs[len(refs) // 2 :]  # the outputs: the same memory as the operands
     sequence = pl.program_id(0)
-
-    def move(page, *, out: bool) -> None:
-        copies = []
-        for i, (pool, buffer) in enumerate(zip(pools, buffers, strict=True)):
-            place = pool.at[layer[0], page]
-            copies.append(pltpu.make_async_copy(*((buffer, place) if out else (place, buffer)), done.at[i]))
-        for copy in copies:
-            copy.start()
-        for copy in copies:
-            copy.wait()
+    together = LANES // page
 
     @pl.loop(first[sequence], end[sequence])
-    def _(entry):
-        token = entry * PAGE + lax.broadcasted_iota(jnp.int32, (PAGE, 1), 0)
-        chosen = jnp.where(token == index[...], 1.0, 0.0).astype(jnp.bfloat16)  # [page, rows]
+    def _(block):
+        token = block * LANES + lax.broadcasted_iota(jnp.int32, (LANES, 1), 0)
+        chosen = jnp.where(token == index[...], 1.0, 0.0).astype(jnp.bfloat16)  # [128, rows]
 
         def placed(rows: jax.Array) -> jax.Array:
             product = lax.dot_general(rows, chosen, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
@@ -175,19 +182,47 @@ def _merge(layer, first, end, table, index, slots, numbers, *refs, entries: int,
         new = placed(numbers[...])
         count = 2 * kv_heads * (len(buffers) - 1)
         here = new[count : count + 1] > 0
+        page_of_lane = lax.broadcasted_iota(jnp.int32, (1, LANES), 1) // page
+
+        def each_page(action: str, *, out: bool) -> None:
+            """Starts the copies of the pages that rows go to, or waits for them."""
+            for i in range(together):
+
+                @pl.when(jnp.max(jnp.where(here & (page_of_lane == i), 1, 0)) > 0)
+                def _(i=i):
+                    number = table[sequence * entries + block * together + i]
+                    for array, (pool, buffer) in enumerate(zip(pools, buffers, strict=True)):
+                        ends = pool.at[layer[0], number], buffer
+                        if together > 1:
+                            ends = ends[0], buffer.at[:, pl.ds(i * pool.shape[3], pool.shape[3])]
+                        copy = pltpu.make_async_copy(*(ends[::-1] if out else ends), done.at[array])
+                        getattr(copy, action)()
 
         @pl.when(jnp.max(new[count : count + 1]) > 0)
         def _():
-            page = table[sequence * entries + entry]
-            move(page, out=False)
+            each_page("start", out=False)
+            each_page("wait", out=False)
 
-            @pl.loop(0, kv_heads)
-            def _(head):
-                old = buffers[0][head].astype(jnp.int32)
-                buffers[0][head] = jnp.where(here, placed(slots[head]), old).astype(jnp.uint8)
+            @pl.loop(0, buffers[0].shape[0])
+            def _(unit):
+                _replace(buffers[0], slots, unit, here, placed, page)
 
             for i, buffer in enumerate(buffers[1:]):
                 high, low = (new[(2 * i + j) * kv_heads : (2 * i + j + 1) * kv_heads] for j in range(2))
                 old = buffer[...].astype(jnp.int32)
                 buffer[...] = jnp.where(here, high << 8 | low, old).astype(jnp.int16)
-            move(page, out=True)
+            each_page("start", out=True)
+            each_page("wait", out=True)
+
+
+def _replace(buffer, slots, unit, here: jax.Array, placed: Callable, page: int) -> None:
+    """Slots of the heads of a unit, one of 128-token pages, in the lanes that get a row."""
+    if page == LANES:
+        old = buffer[unit].astype(jnp.int32)
+        buffer[unit] = jnp.where(here, placed(slots[unit]), old).astype(jnp.uint8)
+        return
+    heads = slots.shape[0] // buffer.shape[0]
+    new = jnp.concatenate([placed(slots[unit * heads + i]) for i in range(heads)], axis=0)
+    words = pltpu.bitcast(new.astype(jnp.uint8), jnp.int32)
+    old = tpu_pages.exchange(buffer[unit], page)
+    buffer[unit] = tpu_pages.exchange(jnp.where(here, words, old), page)

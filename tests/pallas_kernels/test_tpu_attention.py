@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import codec, dispatch
 from pallas_kernels.attention import tpu
-from pallas_kernels.history import History
+from pallas_kernels.history import History, short_page
 from pallas_kernels.tiers import Tiers
 from tests.pallas_kernels.states import Case, build, codes_of, expected
 
@@ -32,6 +33,10 @@ CASES = {
         starts=(0, 9, 250, 420), tokens=2, counts=(0, 1, 2, 2), head_dim=64, q_heads=3, key="naive",
         value="rotation-rank", softcap=2.0, sinks=True, window=130, dtype="float16", scale_dtype="bfloat16",
     ),
+    "pages of 64": case(tiers=Tiers(4, 8, 4, 64), starts=(5, 75, 76, 700), bucket=256),
+    "pages of 16, two heads a unit": case(
+        tiers=Tiers(4, 8, 4, 16), starts=(27, 28, 330), head_dim=64, kv_heads=4, key="naive", value="rotation-rank",
+    ),
 }  # fmt: skip
 SLOW = {
     "one bucket": case(bucket=None),
@@ -42,14 +47,20 @@ SLOW = {
     "16 heads a group, 16 tokens": case(tokens=16, q_heads=16, starts=(0, 9, 250, 390)),
     "several steps and buckets": case(starts=(3000, 30), bucket=1024),
     "edges of pages": case(starts=(139, 140, 141, 267, 268, 269)),
+    "pages of 16": case(tiers=Tiers(4, 8, 4, 16), starts=(27, 28, 3000), bucket=1024, window=700, kv_heads=2),
+    "pages of 16, head size 256": case(tiers=Tiers(4, 8, 4, 16), head_dim=256),
+    "pages of 32": case(tiers=Tiers(4, 8, 4, 32), starts=(43, 44, 1000), bucket=None),
+    "pages of 64, exact chunk": case(tiers=Tiers(4, 8, 4, 64), tokens=16, exact_chunk=True, head_dim=64),
 }
 
 
 def kernel_state(case):
     codes = codes_of(case)
     state = build(case, codes)
-    history = History(*(side.laid_out(tokens_last=True) for side in (state.history.key, state.history.value)))
-    return codes, dataclasses.replace(state, history=history)
+    sides = (state.history.key, state.history.value)
+    words = short_page(case.head_dim, case.tiers.page, case.kv_heads)
+    key, value = (side.as_words() if words else side.laid_out(tokens_last=True) for side in sides)
+    return codes, dataclasses.replace(state, history=History(key, value))
 
 
 @functools.partial(jax.jit, static_argnames=("tiers", "spec"))
@@ -77,7 +88,7 @@ def test_fields_are_the_slots_in_their_order():
     """Every byte in every place: 128 and the slot times its power of four, exactly."""
     rng = np.random.default_rng(0)
     packed = rng.permutation(np.arange(32 * 128) % 256).astype(np.uint8).reshape(32, 128)
-    fields = jax.jit(tpu._fields)(jnp.asarray(packed))
+    fields = jax.jit(lambda packed: tpu._fields(pltpu.bitcast(packed, jnp.int32)))(jnp.asarray(packed))
     slots = np.asarray(codec.unpack(jnp.asarray(packed.T))).T[tpu.field_order(128)]
     powers = np.repeat(4.0 ** np.array(tpu.POWERS), 16)
     np.testing.assert_array_equal(np.asarray(fields, np.float32), tpu.BIAS + powers[:, None] * slots)
@@ -101,7 +112,9 @@ def test_every_16_bit_number_is_read_exactly(dtype):
         (dict(dtype="float64"), "plain tokens of float64"),
         (dict(tokens=17), "17 query tokens a call: at most 16 are built"),
         (dict(tokens=16, q_heads=32), "512 query rows a KV head: at most 256 are built"),
-        (dict(tiers=Tiers(4, 8, 8, 16)), "page=16: 128 is built"),
+        (dict(tiers=Tiers(4, 8, 8, 8)), "page=8: 16, 32, 64, 128 are built"),
+        (dict(tiers=Tiers(4, 8, 8, 16), head_dim=64), "page=16 with 1 KV heads of 64 slots: .* at least 32"),
+        (dict(tiers=Tiers(4, 8, 8, 16), bucket=64), "buckets of 64 tokens: multiples of 128 are built"),
         (dict(head_dim=96), "head size 96: 64, 128, 256 are built"),
     ],
 )

@@ -11,7 +11,7 @@ from pallas_kernels.attention import tpu
 from pallas_kernels.tiers import Tiers
 from tests.pallas_kernels import tpu_races
 from tests.pallas_kernels.states import Case, expected
-from tests.pallas_kernels.test_tpu_attention import TOLERANCE, kernel_state
+from tests.pallas_kernels.test_tpu_attention import QUICK, TOLERANCE, kernel_state
 
 pytestmark = pytest.mark.tpu_race
 # From jax 0.11 or 0.12 on the detector raises unless told to warn; `found` asks it in either case.
@@ -20,6 +20,11 @@ WARN = {"on_race": "warn"} if hasattr(pltpu.InterpretParams, "on_race") else {}
 ATTENTION = Case(
     (640, 0, 200), tiers=Tiers(4, 8, 4, 128), head_dim=64, kv_heads=1, q_heads=1, bucket=128, dtype="bfloat16"
 )  # fmt: skip
+# The same in pages that are read two and eight to a step.
+SHORT = {
+    64: dataclasses.replace(ATTENTION, tiers=Tiers(4, 8, 4, 64)),
+    16: dataclasses.replace(ATTENTION, tiers=Tiers(4, 8, 4, 16), kv_heads=2, q_heads=2, starts=(400, 0)),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -40,17 +45,20 @@ def attend(case: Case, **options) -> tuple[np.ndarray, list]:
         )
 
     arguments = state.q, state.k, state.v, state.plain, state.history, codes, state.arguments
-    return np.asarray(run(*arguments)), expected(case, state)
+    program = run.lower(*arguments).compile(compiler_options=QUICK)
+    return np.asarray(program(*arguments)), expected(case, state)
 
 
-def test_attention_has_no_race_and_leaves_no_semaphore(capfd):
-    out, want = attend(ATTENTION)
+@pytest.mark.parametrize("case", [ATTENTION, *SHORT.values()], ids=lambda case: f"page {case.tiers.page}")
+def test_attention_has_no_race_and_leaves_no_semaphore(case, capfd):
+    out, want = attend(case)
     assert not tpu_races.found()
     assert "non-zero count" not in "".join(capfd.readouterr())
     np.testing.assert_allclose(out, want, atol=TOLERANCE * max(1, np.abs(want).max()))
 
 
-def test_a_missing_wait_is_caught(monkeypatch, capfd):
+@pytest.mark.parametrize("case", [ATTENTION, SHORT[16]], ids=lambda case: f"page {case.tiers.page}")
+def test_a_missing_wait_is_caught(case, monkeypatch, capfd):
     copy = pltpu.make_async_copy
 
     class Unawaited:
@@ -65,12 +73,13 @@ def test_a_missing_wait_is_caught(monkeypatch, capfd):
 
     monkeypatch.setattr(pltpu, "make_async_copy", Unawaited)
     # By default a simulated copy happens when it is waited for, so one that is not would never write.
-    attend(dataclasses.replace(ATTENTION, starts=(200,)), dma_execution_mode="eager")
+    attend(dataclasses.replace(case, starts=(200,)), dma_execution_mode="eager")
     assert tpu_races.found()
     assert "non-zero count" in "".join(capfd.readouterr())
 
 
-def test_a_page_out_of_range_is_caught(monkeypatch):
+@pytest.mark.parametrize("case", [ATTENTION, SHORT[16]], ids=lambda case: f"page {case.tiers.page}")
+def test_a_page_out_of_range_is_caught(case, monkeypatch):
     monkeypatch.setattr(tpu, "_in_range", lambda pages, pool: pages + pool)
     with pytest.raises(Exception, match="Out-of-bounds"):
-        attend(dataclasses.replace(ATTENTION, starts=(200,)))
+        attend(dataclasses.replace(case, starts=(200,)))
