@@ -129,14 +129,15 @@ def workload(shape: Shape, seed: int = 0) -> Workload:
     )  # fmt: skip
 
 
-def ours(work: Workload, *, span: int | None = None, repeats: int = REPEATS) -> list[float]:
-    """Seconds of one call, `SAMPLES` times."""
+def ours(work: Workload, *, repeats: int = REPEATS, **tuning: int) -> list[float]:
+    """Seconds of one call, `SAMPLES` times; `tuning` is `span` and `tile` of the kernels."""
+    call = functools.partial(attend, tiers=work.tiers, spec=work.spec, **tuning)
 
     @jax.jit
     def loop(q, k, v, plain, history, lengths, codes):
         def step(_, q):
             for _ in range(UNROLL):
-                q = attend(q, k, v, plain, history, codes=codes, tiers=work.tiers, spec=work.spec, span=span, **lengths)
+                q = call(q, k, v, plain, history, codes=codes, **lengths)
             return q
 
         return jax.lax.fori_loop(0, repeats // UNROLL, step, q)
@@ -203,10 +204,10 @@ def _captured(call) -> list[float]:
     return samples[1:]
 
 
-def row(shape: Shape, bandwidth: float, *, span: int | None = None) -> dict:
+def row(shape: Shape, bandwidth: float) -> dict:
     """One row of the report; microseconds are medians, `spread` half the range over the median."""
     work = workload(shape)
-    samples = ours(work, span=span)
+    samples = ours(work)
     reference = baseline(shape)
     us, baseline_us = (statistics.median(x) * 1e6 for x in (samples, reference))
     tiers = work.tiers
@@ -247,11 +248,27 @@ def _line(row: dict) -> str:
     )
 
 
+def tune(shapes, tiles: list[int]) -> None:
+    """Prints microseconds of our calls alone, with tiles of other sizes and spans around those that would be taken."""
+    for shape in shapes:
+        work = workload(shape)
+        for tile in tiles:
+            times = {}
+            for span in [None, *(BUCKET // tile // n for n in (1, 2, 4, 8))]:
+                tuning = {"tile": tile} if span is None else {"tile": tile, "span": span}
+                times[span] = round(statistics.median(ours(work, **tuning)) * 1e6, 1)
+            print(dataclasses.astuple(shape), f"tile {tile}, us by span:", times, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="where to write the report")
     parser.add_argument("--first", type=int, default=len(SHAPES), help="time the first so many shapes only")
+    parser.add_argument("--tiles", help="time ours alone, with tiles of these sizes, separated by commas")
     options = parser.parse_args()
+    if options.tiles:
+        tune(SHAPES[: options.first], [int(tile) for tile in options.tiles.split(",")])
+        return
     result = report(SHAPES[: options.first])
     if options.json:
         with open(options.json, "w") as file:

@@ -67,7 +67,9 @@ CASES = {
 }
 INTERPRETED = {
     "four rows, columns of products": Case((0, 5, 300), tiers=Tiers(4, 8, 4, 128), head_dim=128, bucket=128),
-    "eight rows, two tokens a row of keys": Case((0, 5, 300), tiers=Tiers(4, 8, 4, 128), q_heads=7, kv_heads=1, bucket=128),
+    "eight rows, two tokens a row of keys": Case(
+        (0, 5, 300), tiers=Tiers(4, 8, 4, 128), q_heads=7, kv_heads=1, bucket=128,
+    ),
     "eight rows, one token a row of keys, everything at once": Case(
         (0, 5, 70), tokens=2, counts=(0, 1, 2), tiers=Tiers(4, 8, 4, 16), bucket=32, head_dim=96, q_heads=3, kv_heads=1,
         key="naive", value="rotation-rank", softcap=2.0, sinks=True, window=40,
@@ -85,11 +87,9 @@ def kernel_state(case):
     return codes, dataclasses.replace(state, history=history)
 
 
-@functools.partial(jax.jit, static_argnames=("tiers", "spec", "span", "interpret"))
-def run(q, k, v, plain, history, codes, *, tiers, spec, span=None, interpret=False, **arguments):
-    return triton.attend(
-        q, k, v, plain, history, codes=codes, tiers=tiers, spec=spec, span=span, interpret=interpret, **arguments
-    )
+@functools.partial(jax.jit, static_argnames=("tiers", "spec", "span", "tile", "interpret"))
+def run(q, k, v, plain, history, codes, **arguments):
+    return triton.attend(q, k, v, plain, history, codes=codes, **arguments)
 
 
 def outputs(case, codes, state, **options):
@@ -195,6 +195,7 @@ def test_the_result_does_not_depend_on_the_split_or_on_neighbours():
     one = outputs(case, codes, state)
     for span in (1, 5, 64):
         np.testing.assert_allclose(outputs(case, codes, state, span=span), one, atol=2e-4)
+    np.testing.assert_allclose(outputs(case, codes, state, tile=32), one, atol=2e-4)
     alone = dataclasses.replace(case, starts=case.starts[:1])
     table = {**state.arguments, "starts": state.arguments["starts"].at[1].set(3)}
     np.testing.assert_array_equal(outputs(alone, codes, dataclasses.replace(state, arguments=table))[0], one[0])

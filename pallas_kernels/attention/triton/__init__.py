@@ -30,7 +30,7 @@ from pallas_kernels.storage import loaded
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
 
-TILE = 128  # tokens of a tile of history
+TILE = 128
 MAX_ROWS = 8  # query rows of a program; 16 would need more registers than there are
 MAX_HEAD_DIM = 256
 PIECE = 32  # coordinates of a program of `finish` where there are few programs
@@ -69,17 +69,19 @@ def attend(
     window: jax.Array | None = None,
     sink_logits: jax.Array | None = None,
     span: int | None = None,
+    tile: int = TILE,
     interpret: bool = False,
 ) -> jax.Array:
     """See `pallas_kernels.attention.attend`.
 
     Args:
         span: tiles of history that one program reads; by default from the shapes.
+        tile: tokens of a tile, 32, 64 or 128, or fewer where buckets are shorter.
         interpret: run in Pallas' interpreter, on any device.
     """
     if history is None or codes is None:
         raise NotImplementedError("the cache is all plain")
-    plan = _plan(q, k, plain, history, page_indices, codes, tiers, spec, window is not None, span, interpret)
+    plan = _plan(q, k, plain, history, page_indices, codes, tiers, spec, window is not None, span, tile, interpret)
     batch, heads = q.shape[0], k.shape[2] * plan.row_blocks
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
     limit = jnp.asarray(UNLIMITED if window is None else window, jnp.int32).reshape(1)
@@ -155,7 +157,7 @@ def _partials(batch: int, heads: int, plan: ops.Plan, splits: int, width: int):
     ]
 
 
-def _plan(q, k, plain, history, page_indices, codes, tiers, spec, windowed, span, interpret) -> ops.Plan:
+def _plan(q, k, plain, history, page_indices, codes, tiers, spec, windowed, span, tile, interpret) -> ops.Plan:
     batch, tokens, heads, dim = q.shape
     kv_heads, page, ring = k.shape[2], tiers.page, plain.recent_k.shape[2]
     plain_dtype = loaded(jnp.zeros((), plain.recent_k.dtype)).dtype
@@ -174,7 +176,7 @@ def _plan(q, k, plain, history, page_indices, codes, tiers, spec, windowed, span
         # Pallas switches to 64-bit offsets at 2^32 bytes only, and 32-bit ones are signed.
         raise NotImplementedError("a pool of 2 to 4 GiB of slots: smaller and larger ones are built")
     capacity = page * page_indices.shape[1]
-    tile = TILE if codes.bucket is None else math.gcd(TILE, codes.bucket)
+    tile = tile if codes.bucket is None else math.gcd(tile, codes.bucket)
     if tile < 32:
         raise NotImplementedError(f"bucket={codes.bucket}: multiples of 32 are built")
     total = pl.cdiv(capacity, tile)
