@@ -133,7 +133,7 @@ def test_layers_that_rotate_by_themselves_are_measured_by_themselves(tiny_text):
         value_metric=model.decoder.value_metric()[2:],
     )  # fmt: skip
     last = (x[2:] for x in captured)
-    alone = moments.accumulate(alone, *last, positions=np.arange(300), lengths=[300], rope=local)
+    alone = moments.accumulate(alone, *last, positions=np.arange(300), lengths=np.array([300]), rope=local)
     expected = fit.fit(alone, "default-averaged", rope=local, max_position=512)
     np.testing.assert_allclose(codes.key.encode[2], expected.key.encode[0], rtol=1e-4, atol=1e-4)
     assert np.abs(codes.key.encode[1] - expected.key.encode[0]).max() > 0.1
