@@ -20,7 +20,7 @@ from oscar_jax import cli
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = (
-    *("demo", "calibrate", "inspect", "generate", "evaluate", "retrieve"),
+    *("demo", "calibrate", "inspect", "generate", "evaluate", "retrieve", "lm-eval"),
     *("convert", "doctor", "download", "parity", "bench"),
 )
 
@@ -100,7 +100,7 @@ def test_calibrate_defaults(handler):
     args = handler.args
     assert (args.model, args.out, args.recipe, args.text) == ("smollm2-135m", "a", ["default"], [])
     assert (args.tokens, args.sequence, args.bucket, args.max_position) == (65536, None, 2048, None)
-    assert (args.value_metric, args.json) == ("output", False)
+    assert (args.value_metric, args.average_bits, args.json) == ("output", None, False)
 
 
 def test_generate_defaults(handler):
