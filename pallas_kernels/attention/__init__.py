@@ -1,5 +1,5 @@
 """Attention over the three tiers: one call, several implementations."""
 
-from pallas_kernels.attention.api import AttentionSpec, PlainTiers, attend, ring_positions
+from pallas_kernels.attention.api import AttentionSpec, PlainTiers, attend, attend_ragged, ring_positions
 
-__all__ = ["AttentionSpec", "PlainTiers", "attend", "ring_positions"]
+__all__ = ["AttentionSpec", "PlainTiers", "attend", "attend_ragged", "ring_positions"]

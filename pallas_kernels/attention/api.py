@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -116,6 +117,57 @@ def attend(
         window=window,
         sink_logits=sink_logits,
     )
+
+
+def attend_ragged(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    plain: PlainTiers,
+    history: History | None,
+    *,
+    layer: jax.Array,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    max_q_len: int,
+    **options: Any,
+) -> jax.Array:
+    """`attend` with the arguments of ragged paged attention: new tokens of all sequences one after another.
+
+    Args:
+        q: `[tokens, N, D]`; k, v: `[tokens, K, D]`. Those of sequence b are rows `cu_q_lens[b]` to `cu_q_lens[b + 1]`.
+        layer, page_indices: as for `attend`.
+        kv_lens: int32 `[B]`, tokens of each sequence, its new ones included.
+        cu_q_lens: int32 `[B + 1]`, from 0, not decreasing; rows from its last entry on belong to no sequence.
+        max_q_len: most new tokens of a sequence. Queries are padded to it, so mixed steps cost least in two calls, of
+            short and of long ones. A longer sequence gets NaN past it: lengths are not known when this is traced.
+        options: the other arguments of `attend`.
+
+    Returns:
+        `[tokens, N, D]` in q's dtype; zeros for rows that belong to no sequence.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        NotImplementedError: no implementation takes this case; every reason is listed.
+    """
+    if q.ndim != 3 or k.shape != v.shape or k.ndim != 3 or len(q) != len(k):
+        raise ValueError(f"q {q.shape}, k {k.shape}, v {v.shape}: expected q [tokens, N, D] and k, v [tokens, K, D].")
+    if cu_q_lens.shape != (len(kv_lens) + 1,):
+        raise ValueError(f"cu_q_lens {cu_q_lens.shape} with kv_lens {kv_lens.shape}: expected one entry more.")
+    if max_q_len < 1:
+        raise ValueError(f"max_q_len={max_q_len}: expected at least 1.")
+    lengths = cu_q_lens[1:] - cu_q_lens[:-1]
+    place = jnp.clip(cu_q_lens[:-1, None] + jnp.arange(max_q_len), 0, len(q) - 1)
+    padded = attend(
+        q[place], k[place], v[place], plain, history, layer=layer, starts=kv_lens - lengths,
+        counts=jnp.minimum(lengths, max_q_len), page_indices=page_indices, **options,
+    )  # fmt: skip
+    row = jnp.arange(len(q))
+    sequence = jnp.clip(jnp.searchsorted(cu_q_lens, row, side="right") - 1, 0, len(lengths) - 1)
+    token = row - cu_q_lens[sequence]
+    rows = padded.at[sequence, token].get(mode="fill", fill_value=jnp.nan)
+    return jnp.where((token < lengths[sequence])[:, None, None], rows, 0)
 
 
 def _check_shapes(q, k, v, codes: TransformCodes | None, history: History | None) -> None:
