@@ -271,6 +271,8 @@ class Scheduler:
 
     def _promised(self, part: int) -> int:
         """Pages that a part's requests need for the tokens they have, at least one each: they would soon preempt."""
+        if not self._allocators[part].pool.size:  # a plain cache
+            return 0
         return sum(
             max(1, self._of(other).needed(other.sequence, len(other.tokens) - self._of(other).length(other.sequence)))
             for other in self._running.values()

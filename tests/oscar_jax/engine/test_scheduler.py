@@ -85,6 +85,15 @@ def test_without_room_for_a_second_request_it_waits():
     assert [output.request for output in bench.outputs if output.finish] == [first, second]
 
 
+def test_sequences_that_need_no_pages_run_together():
+    bench = Bench(pages=0, tails=0, max_length=6)
+    for n in range(4):
+        bench.scheduler.submit(Request([n], max_tokens=3))
+    bench.step()
+    bench.step()
+    assert bench.scheduler.running == 4
+
+
 def test_decoding_gives_a_token_every_step_under_a_flood_of_long_prompts():
     bench = Bench(pages=200)
     number = bench.scheduler.submit(Request([1], max_tokens=30))
