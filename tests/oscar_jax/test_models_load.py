@@ -14,6 +14,7 @@ import pytest
 import transformers
 
 from oscar_jax import download, models
+from oscar_jax.models.gguf_tokenizer import tokenizer_from_metadata
 from oscar_jax.models.hf import config_from_dict
 from oscar_jax.models.rope_scaling import rotary_from_parameters
 from oscar_jax.sharding import make_mesh
@@ -422,6 +423,35 @@ def test_gguf_features_are_refused_by_name(tmp_path):
     _small_gguf(tmp_path / "gemma.gguf", reference)
     with pytest.raises(ValueError, match="architecture 'gemma2' is not supported: expected one of llama, qwen2, qwen3"):
         models.load(tmp_path / "gemma.gguf")
+
+
+def _sentence_piece_metadata(**changes: object) -> dict[str, object]:
+    """Two letters, what they merge to, runs of newlines, and all bytes; the score says which merge comes first."""
+    bytes_ = [f"<0x{value:02X}>" for value in range(256)]
+    normal = ["\u2581", "a", "b", "ab", "\u2581a", "\u2581ab", "ba"]
+    tokens = ["<unk>", "<bos>", *bytes_, "\n\n", *normal]
+    scores = [-1000.0] * 259 + [-9.0, -9.0, -9.0, -2.0, -3.0, -1.0, -4.0]
+    types = [3, 3, *[6] * 256, 4, *[1] * 7]
+    metadata: dict[str, object] = {"model": "llama", "add_space_prefix": False, "tokens": tokens, "scores": scores}
+    metadata |= {"token_type": types, "unknown_token_id": 0, "bos_token_id": 1, "add_bos_token": True}
+    return {f"tokenizer.ggml.{key}": value for key, value in (metadata | changes).items()}
+
+
+def test_sentence_piece_merges_by_score_and_falls_back_to_bytes():
+    tokenizer = tokenizer_from_metadata(_sentence_piece_metadata().get)
+
+    def pieces(text: str) -> list[str]:
+        return tokenizer.convert_ids_to_tokens(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    assert pieces("ab ab") == ["ab", "\u2581ab"]  # "ab" before "_a", although the latter stands further left
+    assert pieces("bab") == ["b", "ab"]
+    assert pieces("a\n\n\na") == ["a", "\n\n", "<0x0A>", "a"]
+    assert pieces("\u00e9") == ["<0xC3>", "<0xA9>"]
+    assert tokenizer("a")["input_ids"] == [1, 260]
+    text = "ab  ba\n\n\u4e2d a "
+    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
+    with pytest.raises(NotImplementedError, match=r"tokenizer\.ggml\.model='llama' is not supported"):
+        tokenizer_from_metadata(_sentence_piece_metadata(add_space_prefix=True).get)
 
 
 _TEXTS = [
