@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
+from oscar_jax.cache import init_cache
 from oscar_jax.engine import Engine, Request, Shapes
 from oscar_jax.engine.compilations import compilations
 from oscar_jax.engine.invariants import check
 from oscar_jax.models import random_decoder, tiny_config
 from oscar_jax.sharding import make_mesh, weight_spec
 from oscar_jax.step import Step, _run, cache_config, make_step
+from pallas_kernels import sm90
+from pallas_kernels.attention import gpu
+from pallas_kernels.write import triton
 from tests.oscar_jax.tiny import TIERS, tokens
 from tests.pallas_kernels.codes import transform_codes
 
@@ -135,3 +141,25 @@ def test_a_vocabulary_that_the_mesh_does_not_divide_is_on_every_device():
     assert weight_spec("embedding", tiny_config(vocab_size=97), mesh) == jax.P()
     assert weight_spec("layers.key", CONFIG, mesh) == jax.P()
     assert weight_spec("layers.query", CONFIG, mesh) == jax.P(None, None, "tensor")
+
+
+@pytest.mark.parametrize("width", [1, 300])
+def test_the_gpu_kernels_are_those_of_a_device_with_its_part_of_the_heads(width, monkeypatch):
+    for module in (gpu, triton):
+        monkeypatch.setattr(module, "unavailable", lambda: None)  # lowering needs no GPU
+    found = []
+    for parts in (2, 1):
+        mesh = AbstractMesh(
+            (1, parts), ("data", "tensor"), axis_types=(AxisType.Auto, AxisType.Auto),
+            abstract_device=AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=None),
+        )  # fmt: skip
+        model = tiny_config(q_heads=4 * parts, kv_heads=parts, head_dim=64, max_position=2048)
+        codes = transform_codes(bucket=2048, layers=model.layers, kv_heads=parts)
+        config = cache_config(model, max_length=1024, plain_dtype="bfloat16", implementation="triton")
+        shapes = jax.eval_shape(lambda: (random_decoder(model, dtype="bfloat16"), codes, init_cache(config, codes)))  # noqa: B023
+        row, count = (jax.ShapeDtypeStruct(shape, "int32") for shape in ((1, width), (1,)))
+        config = dataclasses.replace(config, mesh=mesh)
+        with use_abstract_mesh(mesh):
+            lowered = _run.trace(*shapes, row, count, config=config, output="last").lower(lowering_platforms=("cuda",))
+        found.append([(kernel.name, kernel.grid) for kernel in sm90.kernels(lowered)])
+    assert found[0] == found[1]

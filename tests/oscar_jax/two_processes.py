@@ -39,9 +39,9 @@ def main() -> None:
     read = {"bytes": 0, "largest": 0}
     original = hf._reader
 
-    def counting(path, key):
+    def counting(*place):
         def part(index):
-            found = original(path, key)(index)
+            found = original(*place)(index)
             read["bytes"] += found.nbytes
             read["largest"] = max(read["largest"], found.nbytes)
             return found
