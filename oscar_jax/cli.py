@@ -223,8 +223,15 @@ def _add_calibrate(commands: Any) -> None:
         "--average-bits",
         type=_non_negative_number,
         metavar="X",
-        help="plain layers, layers of 2D and of D slots, chosen by measured cost at this average of bits a history "
-        "element; only `evaluate --one-pass` takes the result yet",
+        help="layers of different sizes, chosen by measured cost at this average of bits a history element; only "
+        "`evaluate --one-pass` takes the result yet",
+    )
+    calibrate.add_argument(
+        "--sizes",
+        type=lambda text: [_non_negative_number(part) for part in text.split(",")],
+        default=[1.0, 2.0],
+        metavar="X,..",
+        help="of layers for --average-bits, slots as multiples of the head size, beside plain layers (default: 1,2)",
     )
     _add_json(calibrate)
 

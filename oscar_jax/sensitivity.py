@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,19 @@ def layer_costs(
 
 
 def plan_layers(
-    model: LoadedModel, text: corpus.TokenText, recipe: str, average_bits: float, **options: Any
+    model: LoadedModel,
+    text: corpus.TokenText,
+    recipe: str,
+    average_bits: float,
+    *,
+    sizes: Sequence[float] = SIZES,
+    **options: Any,
 ) -> tuple[layer_plan.LayerPlan, artifact.Manifest]:
     """A size for each layer, from what each one costs on the first tokens of the text: one pass a layer and size.
 
     Args:
         average_bits: most bits of a history element, mean over layers, scales counted.
+        sizes: N as multiples of D, rounded to multiples of 8; up to 1, or 2 or 3.
         options: of `calibrate`, without `slots`.
 
     Raises:
@@ -60,7 +67,7 @@ def plan_layers(
     progress = options.setdefault("progress", True)
     measured = calibrate.measure(model, text, [of_recipe], **options)
     codes = {}
-    for size in SIZES:
+    for size in sizes:
         slots = round(size * model.config.head_dim / 8) * 8
         codes[slots] = measured.fit(of_recipe, slots=slots)
     window = text.tokens[None, : min(WINDOW, model.config.max_position)]
@@ -74,7 +81,7 @@ def run(args: argparse.Namespace, model: LoadedModel, text: corpus.TokenText) ->
     begin = time.perf_counter()
     plan, of_recipe = plan_layers(
         model, text, args.recipe[0], args.average_bits, sequence=args.sequence, bucket=args.bucket,
-        max_position=args.max_position, value_metric=args.value_metric,
+        max_position=args.max_position, value_metric=args.value_metric, sizes=args.sizes,
     )  # fmt: skip
     report = layer_plan.save(Path(args.out), plan, of_recipe)
     report |= {"artifact": args.out, "text": text.description, "seconds": time.perf_counter() - begin}

@@ -73,7 +73,7 @@ def run(*arguments):
 def test_the_command_writes_a_plan_that_evaluate_reads_in_one_pass(tiny, tiny_folder, tiny_text, tmp_path, capsys):
     text = ["--text", tiny_text / "calibration.txt", "--tokens", 800, "--sequence", 400, "--bucket", 128, "--json"]
     out = tmp_path / "plan"
-    assert run("calibrate", "--model", tiny_folder, "--average-bits", 4, "--out", out, *text) == 0
+    assert run("calibrate", "--model", tiny_folder, "--average-bits", 4, "--sizes", "1,2", "--out", out, *text) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert json.loads((out / "plan.json").read_text())["slots"] == report["slots"]
     common = ["--model", tiny_folder, "--text", tiny_text / "heldout.txt", "--tokens", 400, "--sequence", 400]
