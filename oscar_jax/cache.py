@@ -20,7 +20,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from oscar_jax import sharding
-from oscar_jax.sharding import CODES, EVERYWHERE, HEADS, HISTORY, PLAIN, ROWS
+from oscar_jax.sharding import CODES, EVERYWHERE, HEADS, HISTORY, PLAIN, ROWS, on_host
 from pallas_kernels import dispatch
 from pallas_kernels.attention import AttentionSpec, PlainTiers
 from pallas_kernels.attention import attend as attend_tiers
@@ -471,7 +471,7 @@ def check_cache(cache: KVCache, config: CacheConfig) -> None:
     Raises:
         ValueError: names the sequence, or the layer, head and position.
     """
-    lengths = np.asarray(cache.lengths)
+    lengths = on_host(cache.lengths)
     for sequence, length in enumerate(lengths):
         if not 0 <= length <= config.max_length:
             raise ValueError(
@@ -479,8 +479,8 @@ def check_cache(cache: KVCache, config: CacheConfig) -> None:
             )
     if cache.history is None:
         return
-    pool, tiers = cache.history.key.scale.shape[1], config.tiers
-    table = np.asarray(cache.page_indices)
+    pool, tiers = cache.history.key.scale.shape[1] // config.data_parts, config.tiers
+    table = on_host(cache.page_indices)
     for sequence, length in enumerate(lengths):
         live = table[sequence, : tiers.history_pages(int(length))]
         bad = np.flatnonzero((live < 0) | (live >= pool))
@@ -491,7 +491,8 @@ def check_cache(cache: KVCache, config: CacheConfig) -> None:
             )
         if len(np.unique(live)) != len(live):
             raise ValueError(f"sequence {sequence}: its page table names a page twice, expected every page once.")
-        _check_scales(cache.history, live, tiers, int(length), sequence)
+        first = pool * (sequence * config.data_parts // config.batch)  # page of the sequence's part
+        _check_scales(cache.history, first + live, tiers, int(length), sequence)
 
 
 def _check_scales(history: History, live: np.ndarray, tiers: Tiers, length: int, sequence: int) -> None:
@@ -502,7 +503,7 @@ def _check_scales(history: History, live: np.ndarray, tiers: Tiers, length: int,
             if leaf is None:
                 continue
             rows = loaded(leaf[:, live])
-            rows = np.asarray(rows, np.float32).transpose(0, 2, 1, 3)  # [L, K, pages, page]
+            rows = np.asarray(on_host(rows), np.float32).transpose(0, 2, 1, 3)  # [L, K, pages, page]
             rows = rows.reshape(*rows.shape[:2], -1)[:, :, :tokens]
             bad = np.argwhere(~np.isfinite(rows) | (np.abs(rows) >= SCALE_LIMIT))
             if bad.size:

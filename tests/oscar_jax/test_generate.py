@@ -15,6 +15,7 @@ from oscar_jax import cli, download, generate, models
 from oscar_jax.generate import BeyondCalibrationWarning, Completion, complete, encode_prompt, stop_tokens, stream
 from oscar_jax.models import LoadedModel, random_decoder, tiny_config
 from oscar_jax.sampling import Sampling
+from oscar_jax.sharding import make_mesh
 from pallas_kernels.tiers import Tiers
 from tests.oscar_jax.byte_tokenizer import EOS, byte_tokenizer
 from tests.oscar_jax.tiny import TIERS, codes
@@ -62,6 +63,8 @@ def test_two_bit_cache_is_smaller_and_checked_mode_accepts_it(model):
     assert done.bits_per_element == pytest.approx(expected)
     assert done.bits_per_element < 10
     assert done.cache_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(run.session.cache))
+    options = {"codes": codes(), "tiers": TIERS, "max_tokens": 20, "plain_dtype": "bfloat16", "checked": True}
+    assert complete(model, PROMPT, mesh=make_mesh(tensor=2), **options).tokens == done.tokens
 
 
 def test_stop_texts_and_stop_tokens_end_it(model):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
-from oscar_jax.cache import init_cache
+from oscar_jax.cache import check_cache, init_cache
 from oscar_jax.engine import Engine, Request, Shapes
 from oscar_jax.engine.compilations import compilations
 from oscar_jax.engine.invariants import check
@@ -87,6 +87,14 @@ def test_a_mesh_gives_the_tokens_of_one_device(decoder, alone, data, tensor):
         head = shard.index[1].start or 0
         original = np.asarray(CODES.key.encode)[:, head * CONFIG.kv_heads // heads]
         np.testing.assert_array_equal(shard.data[:, 0], original)
+    check_cache(cache, step.config)
+    scale = cache.history.value.scale.at[1, step.config.sequence_pages * (BATCH - 1)].set(
+        np.inf
+    )  # of the last sequence
+    value = dataclasses.replace(cache.history.value, scale=scale)
+    damaged = dataclasses.replace(cache, history=dataclasses.replace(cache.history, value=value))
+    with pytest.raises(ValueError, match=rf"sequence {BATCH - 1}, layer 1, head 0, position {TIERS.sink}: value scale"):
+        check_cache(damaged, step.config)
     row, count = np.zeros((BATCH, WIDTH), np.int32), np.ones(BATCH, np.int32)
     before = compilations()
     compiled = _run.lower(step.decoder, step.codes, cache, row, count, config=step.config, output="last").compile()
