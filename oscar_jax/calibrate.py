@@ -60,6 +60,14 @@ def encoder(model: LoadedModel) -> corpus.Encode:
     return encode
 
 
+def opening(model: LoadedModel) -> list[int]:
+    """The token that the model's tokenizer puts in front of every text, as Gemma's and Llama 3's do; often none."""
+    if model.tokenizer is None:
+        return []
+    start = model.tokenizer("")["input_ids"]
+    return start if start == [model.tokenizer.bos_token_id] else []
+
+
 def calibrate(
     model: LoadedModel,
     text: corpus.TokenText,
@@ -75,7 +83,7 @@ def calibrate(
     """Fits recipes to a model on a text, all from one or two passes over it.
 
     Args:
-        text: cut into sequences; the last one may be shorter.
+        text: cut into sequences, each with the tokenizer's first token (`opening`); the last one may be shorter.
         recipes: names.
         sequence: tokens a sequence; by default a whole bucket with the windows of the statistics, as far as the model's
             context and the text allow.
@@ -206,7 +214,7 @@ def _stream(model: LoadedModel, tokens: np.ndarray, parts: list[Part], *, sequen
     settings = parts[0].moments.settings
     if not settings.groups:
         return parts  # only recipes that need no data
-    rows, lengths = _sequences(tokens, sequence)
+    rows, lengths = _sequences(tokens, sequence, opening(model))
     twice = any(recipe.passes == 2 for recipe in settings.recipes)
     keep = twice and _kv_bytes(model, rows.size) <= KEPT_BYTES
     kept: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
@@ -251,8 +259,10 @@ def _sequence(sequence: int | None, bucket: int, context: int, text: corpus.Toke
     return sequence
 
 
-def _sequences(tokens: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray]:
-    """Padded rows `[n, sequence]` and their lengths `[n]`; a rest too short for history is dropped."""
+def _sequences(tokens: np.ndarray, sequence: int, start: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
+    """Padded rows `[n, sequence]` that begin with `start`, and their lengths `[n]`; a rest too short for history is
+    dropped."""
+    sequence -= len(start)
     rest = len(tokens) % sequence
     if rest <= STATISTICS_SINK + STATISTICS_RECENT:
         tokens, rest = tokens[: len(tokens) - rest], 0
@@ -261,7 +271,8 @@ def _sequences(tokens: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarra
     rows[: len(tokens)] = tokens
     lengths = np.full(count, sequence, np.int32)
     lengths[-1] = rest or sequence
-    return rows.reshape(count, sequence), lengths
+    rows = np.concatenate([np.tile(np.asarray(start, np.int32), (count, 1)), rows.reshape(count, sequence)], axis=1)
+    return rows, lengths + len(start)
 
 
 def _captured(

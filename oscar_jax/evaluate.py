@@ -249,7 +249,8 @@ def evaluate(
 
     Args:
         arms: codes run through the cache, `OnePassArm`s without one; if all are of the latter kind, so is the baseline.
-        sequence: tokens a window; a rest shorter than a window is left out.
+        sequence: tokens a window, of which the first is the tokenizer's own if it puts one in front of every text
+            (`calibrate.opening`); a rest shorter than a window is left out.
         implementation, chunk: as for `score`.
         errors_by_layer: also measure each layer's attention output, in one more run of each arm with codes; adds
             `layer_errors.LayerErrors.summary` to it.
@@ -257,12 +258,15 @@ def evaluate(
     Raises:
         ValueError: a text shorter than one window.
     """
-    count = len(text.tokens) // sequence
+    start = calibrate.opening(model)
+    body = sequence - len(start)
+    count = len(text.tokens) // body
     if not count:
         raise ValueError(
             f"text: {text.description} is shorter than one window of {sequence} tokens; give a longer text."
         )
-    windows = text.tokens[: count * sequence].reshape(count, sequence)
+    windows = text.tokens[: count * body].reshape(count, body)
+    windows = np.concatenate([np.tile(np.asarray(start, np.int32), (count, 1)), windows], axis=1)
     begin = time.perf_counter()
     coded = {name: arm for name, arm in arms.items() if isinstance(arm, TransformCodes)}
     single = {name: arm for name, arm in arms.items() if isinstance(arm, one_pass.OnePassArm)}

@@ -1,5 +1,7 @@
 """Calibration of a model on a text, and its command."""
 
+import copy
+import dataclasses
 import json
 import random
 import signal
@@ -11,6 +13,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tokenizers import processors
+from transformers import PreTrainedTokenizerFast
 
 from calib import artifact, fit, moments
 from calib.fit import BucketCoverageWarning, ThinStatisticsWarning
@@ -72,6 +76,22 @@ def test_a_rest_of_the_text_is_used_and_padding_is_not():
     rows, lengths = calibration._sequences(np.arange(1, 851, dtype=np.int32), 400)
     assert rows.shape == (2, 400)  # 50 tokens hold no history pair
     assert lengths.tolist() == [400, 400]
+
+
+def test_sequences_begin_as_the_tokenizer_begins_every_text(tiny):
+    rows, lengths = calibration._sequences(np.arange(1, 1101, dtype=np.int32), 400, [7])
+    assert rows.shape == (3, 400)
+    assert rows[:, :2].tolist() == [[7, 1], [7, 400], [7, 799]]
+    assert lengths.tolist() == [400, 400, 303]
+    assert calibration.opening(tiny) == []
+    with_start = PreTrainedTokenizerFast(
+        tokenizer_object=copy.deepcopy(tiny.tokenizer.backend_tokenizer), bos_token="!"
+    )
+    mark = with_start.bos_token_id
+    with_start.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="! $A", special_tokens=[("!", mark)]
+    )
+    assert calibration.opening(dataclasses.replace(tiny, tokenizer=with_start)) == [mark]
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,15 @@ def test_the_report_repeats_from_its_fields(tiny, arms, heldout):
     assert "default" in evaluate.table(report["arms"])
 
 
+def test_windows_begin_as_the_tokenizer_begins_every_text(tiny, heldout, monkeypatch):
+    monkeypatch.setattr(calibration, "opening", lambda model: [9])
+    monkeypatch.setattr(evaluate, "score", lambda model, arms, windows, **_: pytest.fail(repr(windows.tolist())))
+    expected = [[9, *heldout.tokens[:399]], [9, *heldout.tokens[399:798]]]
+    with pytest.raises(pytest.fail.Exception) as caught:
+        evaluate.evaluate(tiny, {}, heldout, sequence=400, tiers=TIERS)
+    assert str(caught.value) == repr(np.asarray(expected).tolist())
+
+
 def test_requests_that_cannot_be_met_are_one_sentence(tiny, arms, heldout):
     with pytest.raises(ValueError, match="shorter than one window of 801"):
         evaluate.evaluate(tiny, arms, heldout, sequence=801, tiers=TIERS)
