@@ -11,6 +11,7 @@ import dataclasses
 import json
 import sys
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from calib import artifact
 from oscar_jax import cache as kv_cache
 from oscar_jax import calibrate, corpus, layer_errors, layer_plan, one_pass, paired
 from oscar_jax import report as reports
+from oscar_jax.generate import BeyondCalibrationWarning
 from oscar_jax.models import LoadedModel, load
 from oscar_jax.step import cache_config, make_step
 from pallas_kernels.tiers import Tiers
@@ -350,7 +352,7 @@ def run(args: argparse.Namespace) -> int:
         plan, recipe = layer_plan.load(Path(path), model)
         arms[_unused(f"{recipe}-plan", arms)] = plan.arm()
     if not (baselines or plans) or args.artifact or set(args.recipes) - {BASELINE}:
-        codes, calibration = requested_arms(args, model)
+        codes, calibration = requested_arms(args, model, length=args.sequence)
         arms |= {name: one_pass.from_codes(code) for name, code in codes.items()} if args.one_pass else codes
     arms |= {name: one_pass.baselines(model.config.head_dim)[name] for name in baselines}
     found = evaluate(
@@ -376,17 +378,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def requested_arms(
-    args: argparse.Namespace, model: LoadedModel
+    args: argparse.Namespace, model: LoadedModel, *, length: int
 ) -> tuple[dict[str, TransformCodes], dict[str, Any] | None]:
     """Codes by arm, from `--artifact` and, calibrated here, `--recipes`; and what was calibrated on.
 
+    Args:
+        length: tokens of the longest sequence that will be run.
+
     Raises:
-        ValueError: neither was given.
+        ValueError: neither was given, or as `load_arms`, which also warns.
     """
-    arms: dict[str, TransformCodes] = {}
-    for path in args.artifact:
-        codes, manifest = artifact.load(path, model=model.identity)
-        arms[_unused(manifest.recipe, arms)] = codes
+    arms = load_arms(args.artifact, model, length=length)
     recipes = [name for name in args.recipes if name != BASELINE]
     if not recipes and not arms:
         raise ValueError("nothing to evaluate: give --recipes, such as oscar-reference,default, or --artifact.")
@@ -399,6 +401,32 @@ def requested_arms(
     )
     arms |= {name: codes for name, (codes, _) in fitted.items()}
     return arms, {"text": source.description, "text_sha256": source.sha256, "tokens": len(source.tokens)}
+
+
+def load_arms(paths: Sequence[str], model: LoadedModel, *, length: int) -> dict[str, TransformCodes]:
+    """Codes of artifacts by recipe, a number added where a name repeats.
+
+    Args:
+        length: tokens of the longest sequence that will be run.
+
+    Raises:
+        ValueError: as `artifact.load`.
+
+    Warns:
+        BeyondCalibrationWarning: an artifact's statistics cover fewer positions.
+    """
+    arms: dict[str, TransformCodes] = {}
+    for path in paths:
+        codes, manifest = artifact.load(path, model=model.identity)
+        if manifest.max_position is not None and length > manifest.max_position:
+            warnings.warn(
+                f"artifact {path}: sequences of {length} tokens are longer than the {manifest.max_position} positions "
+                f"its statistics cover: quality may drop beyond; calibrate with max_position={length}.",
+                BeyondCalibrationWarning,
+                stacklevel=2,
+            )
+        arms[_unused(manifest.recipe, arms)] = codes
+    return arms
 
 
 def _unused(name: str, taken: Mapping[str, Any] | Sequence[str]) -> str:

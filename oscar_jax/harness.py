@@ -20,7 +20,7 @@ import numpy as np
 from calib import artifact
 from oscar_jax import report as reports
 from oscar_jax.answering import Answerer
-from oscar_jax.evaluate import BASELINE
+from oscar_jax.evaluate import BASELINE, load_arms
 from oscar_jax.models import LoadedModel, load
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
@@ -165,12 +165,10 @@ def run(args: argparse.Namespace) -> int:
     begin = time.perf_counter()
     require_lm_eval()
     model = load(args.model)
-    arms = {}
-    for path in args.artifact:
-        codes, manifest = artifact.load(path, model=model.identity)
-        arms[manifest.recipe if manifest.recipe not in arms else f"{manifest.recipe}-{len(arms) + 1}"] = codes
+    max_length = args.max_length or model.config.max_position
+    arms = load_arms(args.artifact, model, length=max_length)
     options = {
-        "max_length": args.max_length or model.config.max_position,
+        "max_length": max_length,
         "max_tokens": args.max_tokens,
         "rows": args.rows,
         "tiers": Tiers(sink=args.sink, recent=args.recent),

@@ -238,7 +238,7 @@ def run(args: argparse.Namespace) -> int:
     samples = make_samples(
         haystack, args.tasks, args.length, args.depths, samples=args.samples, tiers=tiers, seed=args.seed
     )
-    arms, calibration = requested_arms(args, model)
+    arms, calibration = requested_arms(args, model, length=max(args.length))
     scores = {
         name: score(
             model, codes, samples, tiers=tiers, batch=args.batch, implementation=args.implementation, description=name

@@ -12,6 +12,7 @@ from oscar_jax import calibrate as calibration
 from oscar_jax import cli, corpus, evaluate
 from oscar_jax import demo as demo_module
 from oscar_jax.cache import cache_bytes
+from oscar_jax.generate import BeyondCalibrationWarning
 from oscar_jax.models import plain_attention
 from oscar_jax.step import cache_config, make_step
 from pallas_kernels.tiers import Tiers
@@ -139,6 +140,15 @@ def test_the_command_runs_recipes_and_artifacts_side_by_side(tiny, tiny_folder, 
     assert "nothing to evaluate" in capsys.readouterr().err
     assert run("evaluate", *common[:-1], 50_000, *windows, "--recipes", "naive") == 2
     assert "are needed for one window" in capsys.readouterr().err
+
+
+def test_sequences_beyond_an_artifacts_positions_are_warned_of(tiny, arms, tmp_path):
+    manifest = artifact.Manifest(recipe="default", model=tiny.identity, max_position=256)
+    artifact.save(tmp_path / "saved", arms["default"], manifest)
+    paths = [str(tmp_path / "saved")]
+    assert list(evaluate.load_arms(paths, tiny, length=256)) == ["default"]
+    with pytest.warns(BeyondCalibrationWarning, match="of 257 tokens are longer than the 256 positions"):
+        evaluate.load_arms(paths, tiny, length=257)
 
 
 def test_an_artifact_of_another_model_is_refused(tiny_folder, tiny_text, arms, tiny, tmp_path, capsys):
