@@ -1,4 +1,4 @@
-"""A decoder for Llama, Qwen2 and Qwen3 models, and loaders for Hugging Face directories and GGUF files."""
+"""A decoder for Llama, Qwen2, Qwen3 and Gemma 3 models, and loaders for Hugging Face directories and GGUF files."""
 
 from oscar_jax.models.attention import Attend, causal_attention, plain_attention
 from oscar_jax.models.config import ModelConfig

@@ -43,7 +43,7 @@ def load(
     max_position: int | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> LoadedModel:
-    """Loads a Llama, Qwen2 or Qwen3 model.
+    """Loads a Llama, Qwen2, Qwen3 or Gemma 3 (text) model.
 
     Args:
         source: a Hugging Face directory, a `.gguf` file, a folder that holds one, or the name of a model that
