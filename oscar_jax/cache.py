@@ -223,9 +223,8 @@ def _init_history(config: CacheConfig, codes: TransformCodes, pages: int) -> His
         codes if copies == 1 else jax.tree.map(lambda leaf: jnp.repeat(leaf, copies, axis=1), codes),
         pages=pages,
         page=config.tiers.page,
-        keys_tokens_last=preferred == "tpu",
-        values_tokens_last=preferred in ("triton", "tpu"),
-        words=config.stored_heads // tensor if preferred == "tpu" else None,
+        values_tokens_last=preferred == "triton",
+        tpu_heads=config.stored_heads // tensor if preferred == "tpu" else None,
     )
 
 

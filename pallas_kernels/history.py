@@ -91,11 +91,15 @@ class SidePages:
 
     def put_numbers(self, layer: jax.Array, pages: jax.Array, offsets: jax.Array, rows: codec.Encoded) -> SidePages:
         """`put` of scales and offsets alone, for page ids that are not negative."""
-        place = (layer, pages, slice(None), offsets)
+
+        def put(pool: jax.Array, numbers: jax.Array | None) -> jax.Array:
+            assert numbers is not None
+            return pool.at[layer, pages, :, offsets].set(stored(numbers, pool.dtype), mode="drop")
+
         return dataclasses.replace(
             self,
-            scale=self.scale.at[place].set(stored(rows.scale), mode="drop"),
-            offset=None if self.offset is None else self.offset.at[place].set(stored(rows.offset), mode="drop"),  # type: ignore[arg-type]
+            scale=put(self.scale, rows.scale),
+            offset=None if self.offset is None else put(self.offset, rows.offset),
         )
 
 
@@ -141,29 +145,30 @@ def init_history(
     *,
     pages: int,
     page: int,
-    keys_tokens_last: bool = False,
     values_tokens_last: bool = False,
-    words: int | None = None,
+    tpu_heads: int | None = None,
 ) -> History:
     """Empty pages for every layer of `codes`.
 
     Args:
-        words: KV heads of a device whose pages are to be int32 words where `short_page` takes them, whatever the two
-            before say.
+        tpu_heads: KV heads of a device, for the layout of the TPU kernels: bytes with tokens last or, of pages that
+            `short_page` takes, words; float16 scales as int16.
     """
 
     def side(code, tokens_last: bool) -> SidePages:
         rows = (code.layers, pages, code.kv_heads, page)
-        scale = jnp.zeros(rows, storage_dtype(codes.scale_dtype))
+        dtype = storage_dtype(codes.scale_dtype)
+        scale = jnp.zeros(rows, jnp.int16 if tpu_heads and dtype == jnp.float16 else dtype)
         offset = jnp.zeros_like(scale) if code.has_offset else None
-        if words and (size := short_page(code.slots, page, words)):
+        if tpu_heads and (size := short_page(code.slots, page, tpu_heads)):
             shape = (*rows[:2], code.kv_heads // size.heads, size.rows, LANES)
             return SidePages(jnp.zeros(shape, jnp.int32), scale, offset)
         width = code.slots // codec.PLANES
         slots = jnp.zeros((*rows[:3], width, page) if tokens_last else (*rows, width), jnp.uint8)
         return SidePages(slots, scale, offset, tokens_last)
 
-    return History(side(codes.key, keys_tokens_last), side(codes.value, values_tokens_last))
+    for_tpu = tpu_heads is not None
+    return History(side(codes.key, for_tpu), side(codes.value, for_tpu or values_tokens_last))
 
 
 def bucket_tables(codes: TransformCodes, tiers: Tiers, length: int, dtype) -> tuple[np.ndarray, np.ndarray] | None:

@@ -111,7 +111,9 @@ class _Inputs(NamedTuple):
     turns: Any  # two of f32 [buckets, D]
     key: Any  # uint8 [L, P, K, N/4, page], or of short pages int32 [L, P, K/h, R, 128]
     value: Any
-    numbers: Any  # int16 [L, P, K, page], of short pages [B, steps, K, step]: scales of keys and values, then offsets
+    numbers: (
+        Any  # 16-bit words [L, P, K, page], of short pages [B, steps, K, step]: scales of keys and values, then offsets
+    )
 
 
 class _Scratch(NamedTuple):
@@ -294,10 +296,12 @@ def _numbers(plan: _Plan, words: jax.Array, layer: jax.Array, table: jax.Array) 
 
     A page of 16 has 32 bytes of a head's scales, where a copy takes whole registers: the pool would be padded.
     """
-    words = lax.bitcast_convert_type(words, jnp.int16)
+    words = lax.bitcast_convert_type(words, jnp.int16) if words.dtype == jnp.float16 else words
     if plan.together == 1:
         return words
-    words = words[layer, table].reshape(len(table), -1, plan.pages, plan.kv_heads, plan.page)
+    # A row for each page, or XLA would pad what it gathers from to 128 lanes a head.
+    words = words[layer].reshape(words.shape[1], -1)[table]
+    words = words.reshape(len(table), -1, plan.pages, plan.kv_heads, plan.page)
     return words.swapaxes(2, 3).reshape(*words.shape[:2], plan.kv_heads, plan.step)
 
 
@@ -609,7 +613,7 @@ def _powers(slots: int) -> jax.Array:
 
 
 def _number(plan: _Plan, words: jax.Array) -> jax.Array:
-    """16-bit floats, given as int16, in fp32; every Inf and NaN as NaN."""
+    """16-bit floats, given as their bits, in fp32; of float16 every Inf and NaN as NaN."""
     words = words.astype(jnp.int32)
     if plan.scale_dtype == "bfloat16":
         return pltpu.bitcast(words << 16, jnp.float32)

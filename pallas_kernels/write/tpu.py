@@ -125,7 +125,7 @@ def _store(pool: SidePages, rows: codec.Encoded, *, scalars, index: jax.Array, p
     for words, number in ((pool.scale, rows.scale), (pool.offset, rows.offset)):
         if words is None or number is None:
             continue
-        pools.append(lax.bitcast_convert_type(words, jnp.int16))
+        pools.append(lax.bitcast_convert_type(words, jnp.int16) if words.dtype == jnp.float16 else words)
         bits = lax.bitcast_convert_type(number, jnp.uint16).transpose(0, 2, 1)
         halves += [bits >> 8, bits & 0xFF]
     numbers = jnp.concatenate([*halves, jnp.ones((batch, 1, count), jnp.uint16)], axis=1).astype(jnp.bfloat16)
@@ -154,7 +154,10 @@ def _store(pool: SidePages, rows: codec.Encoded, *, scalars, index: jax.Array, p
         name="oscar_store_rows",
     )(*scalars, *operands, *pools)  # fmt: skip
     names = ("scale", "offset")[: len(found) - 1]
-    numbers_of = {name: lax.bitcast_convert_type(x, pool.scale.dtype) for name, x in zip(names, found[1:], strict=True)}
+    numbers_of = {
+        name: x if x.dtype == pool.scale.dtype else lax.bitcast_convert_type(x, pool.scale.dtype)
+        for name, x in zip(names, found[1:], strict=True)
+    }
     return dataclasses.replace(pool, slots=found[0], **numbers_of)
 
 
@@ -210,7 +213,7 @@ def _merge(layer, first, end, table, index, slots, numbers, *refs, entries: int,
             for i, buffer in enumerate(buffers[1:]):
                 high, low = (new[(2 * i + j) * kv_heads : (2 * i + j + 1) * kv_heads] for j in range(2))
                 old = buffer[...].astype(jnp.int32)
-                buffer[...] = jnp.where(here, high << 8 | low, old).astype(jnp.int16)
+                buffer[...] = jnp.where(here, high << 8 | low, old).astype(buffer.dtype)
             each_page("start", out=True)
             each_page("wait", out=True)
 

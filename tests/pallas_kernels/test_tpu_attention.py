@@ -60,6 +60,10 @@ def kernel_state(case):
     sides = (state.history.key, state.history.value)
     words = short_page(case.head_dim, case.tiers.page, case.kv_heads)
     key, value = (side.as_words() if words else side.laid_out(tokens_last=True) for side in sides)
+    if case.scale_dtype == "float16":  # keys as `init_history` holds them for TPUs; values as others may hand them over
+        key = dataclasses.replace(key, scale=jax.lax.bitcast_convert_type(key.scale, jnp.int16))
+        if key.offset is not None:
+            key = dataclasses.replace(key, offset=jax.lax.bitcast_convert_type(key.offset, jnp.int16))
     return codes, dataclasses.replace(state, history=History(key, value))
 
 
