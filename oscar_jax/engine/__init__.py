@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from oscar_jax.engine.allocator import Allocator
     from oscar_jax.engine.drafts import PromptLookup
     from oscar_jax.engine.engine import Engine, EngineStats
+    from oscar_jax.engine.model_drafts import draft_model
     from oscar_jax.engine.pool import OutOfPages
     from oscar_jax.engine.request import Output, Request
     from oscar_jax.engine.scheduler import Shapes
@@ -32,9 +33,20 @@ _SOURCES = {
     "PromptLookup": "drafts",
     "Request": "request",
     "Shapes": "scheduler",
+    "draft_model": "model_drafts",
 }
 
-__all__ = ["Allocator", "Engine", "EngineStats", "OutOfPages", "Output", "PromptLookup", "Request", "Shapes"]
+__all__ = [
+    "Allocator",
+    "Engine",
+    "EngineStats",
+    "OutOfPages",
+    "Output",
+    "PromptLookup",
+    "Request",
+    "Shapes",
+    "draft_model",
+]
 
 
 def __getattr__(name: str) -> Any:

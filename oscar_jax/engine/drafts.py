@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Drafter(Protocol):
-    """Guesses for one sequence; a small model would be another one."""
+    """Guesses for one sequence; `draft_model` makes those of a smaller model."""
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         """At most `count` tokens that may follow; `tokens` are all so far and only ever grow."""

@@ -15,6 +15,7 @@ from oscar_jax.engine import Engine, PromptLookup, Request, Shapes, sizes
 from oscar_jax.engine.compilations import compilations
 from oscar_jax.engine.executor import JaxExecutor
 from oscar_jax.engine.invariants import check
+from oscar_jax.engine.model_drafts import draft_model
 from oscar_jax.models import random_decoder
 from oscar_jax.sampling import Sampling
 from oscar_jax.session import Session
@@ -47,7 +48,8 @@ def engine(decoder) -> Engine:
 @pytest.fixture(scope="module")
 def alone(decoder):
     """Tokens of a request by the plain decoding loop, one token a step, without an engine."""
-    step = make_step(decoder, cache_config(CONFIG, max_length=96, tiers=TIERS, plain_dtype="float32"), codes())
+    config = cache_config(CONFIG, max_length=96, tiers=TIERS, plain_dtype="float32", step_tokens=SHAPES.drafts + 1)
+    step = make_step(decoder, config, codes())
 
     def run(request: Request) -> list[int]:
         session = Session(step, chunks=(16,))
@@ -98,6 +100,20 @@ def test_a_mixed_batch_equals_each_request_alone_and_compiles_nothing(engine, al
     assert stats.tokens_in_use == stats.running == stats.waiting == 0
     check(engine._allocators[0])
     assert got[: len(wanted)] == [alone(request) for request in wanted]
+
+
+def test_a_draft_model_is_believed_where_it_is_right_and_changes_no_token(engine, decoder):
+    """The model itself knows its greedy tokens and not its sampled ones. Its programs are those of `alone`."""
+    drafter = draft_model(
+        decoder, codes(), max_length=96 - SHAPES.drafts, drafts=SHAPES.drafts, chunks=(16,), tiers=TIERS,
+        plain_dtype="float32",
+    )  # fmt: skip
+    drafted = Engine(decoder, codes(), pages=PAGES, tails=3, tail_every=32, drafter=drafter, **OPTIONS)
+    before = compilations()
+    assert drafted.complete(requests()) == engine.complete(requests())
+    assert compilations() == before
+    stats = drafted.stats()
+    assert 0.5 < stats.drafts_accepted / stats.drafted < 1
 
 
 def test_generated_tokens_are_found_by_the_next_turn(engine, alone):
