@@ -446,7 +446,7 @@ def _add_bench(commands: Any) -> None:
     soak.add_argument("--requests", type=_positive, default=2000, metavar="N", help="default: %(default)s")
     soak.add_argument("--rows", type=_positive, default=16, metavar="N", help="at once (default: %(default)s)")
     soak.add_argument("--seed", type=_non_negative, default=0, metavar="N", help="default: %(default)s")
-    soak.add_argument("--out", metavar="FILE", help="where to write the counts, seconds and peak memory")
+    soak.add_argument("--out", metavar="FILE", help="where to write the counts and the growth of memory")
     _add_json(soak)
 
 
