@@ -43,6 +43,8 @@ from pallas_kernels.transform_code import TransformCode, TransformCodes
 
 BUCKET = 2048
 PAGE = 128
+PLAIN_PAGE, PLAIN_PAGES = 32, 4  # tokens of a BF16 page, and pages that jax's kernel computes on at a time
+PROGRAMS = 2048  # of that kernel in a launch, about, as long as there is enough to read
 WARM, STEPS = 4, 32  # steps before, and timed
 HEADROOM = 4 * 2**30  # bytes for logits, workspaces and fragmentation
 
@@ -206,9 +208,9 @@ def baseline_cache(baseline: str, arm: str):
 
     def init(config: CacheConfig, codes: None) -> KVCache:
         del codes
-        pages = config.batch * config.max_length // PAGE
+        pages = config.batch * config.max_length // PLAIN_PAGE
         nothing = (config.layers, config.batch, 0, config.kv_heads, config.head_dim)
-        shape = (config.kv_heads, config.layers * pages, PAGE, config.head_dim)
+        shape = (config.kv_heads, config.layers * pages, PLAIN_PAGE, config.head_dim)
         sides = [jnp.zeros(size, jnp.bfloat16) for size in (nothing, nothing, shape, shape)]
         return KVCache(
             PlainTiers(*sides), None, jnp.zeros((config.batch, 0), jnp.int32),
@@ -248,19 +250,22 @@ def paged_attend(config: CacheConfig, counts: jax.Array, cache: KVCache, layer: 
     from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
 
     del counts
-    each = config.max_length // PAGE
+    each = config.max_length // PLAIN_PAGE
     rows = jnp.arange(config.batch)
     first = layer * config.batch * each + rows * each
-    pages, places = first + cache.lengths // PAGE, cache.lengths % PAGE
+    pages, places = first + cache.lengths // PLAIN_PAGE, cache.lengths % PLAIN_PAGE
 
     def put(pool: jax.Array, new: jax.Array) -> jax.Array:
         return pool.at[:, pages, places].set(new[:, 0].swapaxes(0, 1))
 
     plain = cache.plain
     plain = dataclasses.replace(plain, recent_k=put(plain.recent_k, k), recent_v=put(plain.recent_v, v))
+    splits = 1 << max(0, min(PROGRAMS // (config.batch * config.kv_heads), 64).bit_length() - 1)
+    padded = splits * PLAIN_PAGES * -(-each // (splits * PLAIN_PAGES))  # what is past the length is masked
+    table = first[:, None] + jnp.minimum(jnp.arange(padded), each - 1)
     out = paged_attention(
-        q[:, 0] * jnp.asarray(config.attention.scale, q.dtype), plain.recent_k, plain.recent_v,
-        first[:, None] + jnp.arange(each), cache.lengths + 1,
+        q[:, 0] * jnp.asarray(config.attention.scale, q.dtype), plain.recent_k, plain.recent_v, table,
+        cache.lengths + 1, pages_per_compute_block=PLAIN_PAGES, k_splits=splits,
     )  # fmt: skip
     return out[:, None], dataclasses.replace(cache, plain=plain), None
 
