@@ -34,8 +34,12 @@ def test_two_processes_decode_what_one_does_and_read_their_parts_only(tmp_path):
         )
         for rank in range(2)
     ]  # fmt: skip
-    expected = decoded(hf.read_decoder(tmp_path / "model", CONFIG, dtype="float32"), codes)
-    outputs = [process.communicate(timeout=300) for process in processes]
+    try:
+        expected = decoded(hf.read_decoder(tmp_path / "model", CONFIG, dtype="float32"), codes)
+        outputs = [process.communicate(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()  # if one failed, the other waits for it
     assert [process.returncode for process in processes] == [0, 0], outputs
     found = [json.loads(output.splitlines()[-1]) for output, _ in outputs]
     assert [each["tokens"] for each in found] == [expected] * 2
