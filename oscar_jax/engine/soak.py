@@ -12,6 +12,7 @@ import time
 import warnings
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -34,12 +35,15 @@ COUNTS = ("requests", "mismatches", "ties", "leaked_pages", "preemptions", "canc
 CONFIG = tiny_config(head_dim=64, hidden_size=128, vocab_size=256, max_position=1024)
 
 
-def soak(requests: int, *, seed: int = 0, rows: int = 16) -> dict[str, int | float]:
+def soak(
+    requests: int, *, seed: int = 0, rows: int = 16, mesh: jax.sharding.Mesh | None = None
+) -> dict[str, int | float]:
     """Runs and compares.
 
     Args:
         requests: how many.
-        rows: at once; calls of all rows, so the same ones together and alone.
+        rows: at once, in each part of the mesh; calls of all rows, so the same ones together and alone.
+        mesh: of the engine.
 
     Returns:
         `requests`, `mismatches`, `ties` (first differences where the two best logits are closer than 1e-4),
@@ -51,7 +55,7 @@ def soak(requests: int, *, seed: int = 0, rows: int = 16) -> dict[str, int | flo
     codes = calibrated(decoder, seed=seed)
     shapes = Shapes(rows, (rows,), (2,), (64,), drafts=3)
     options: dict[str, Any] = {"max_length": 1024, "tiers": TIERS, "plain_dtype": "float32", "shapes": shapes}
-    engine = Engine(decoder, codes, pages=PAGES, tails=48, tail_every=128, **options)
+    engine = Engine(decoder, codes, pages=PAGES, tails=48, tail_every=128, mesh=mesh, **options)
     engine.warm_up()
     compiled = compilations()
     rng = random.Random(seed)

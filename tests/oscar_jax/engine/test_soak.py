@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from oscar_jax import cli
-from oscar_jax.engine.soak import COUNTS
+from oscar_jax.engine.soak import COUNTS, passed, soak
+from oscar_jax.sharding import make_mesh
 
 
 def test_two_hundred_random_requests_equal_themselves_alone(capsys, tmp_path):
@@ -19,3 +22,12 @@ def test_two_hundred_random_requests_equal_themselves_alone(capsys, tmp_path):
     assert counts["cancelled"]
     assert counts["prefix_hits"]
     assert json.loads(report.read_text())["compilations"] == 0
+
+
+@pytest.mark.slow
+def test_requests_on_a_mesh_equal_themselves_alone_on_it():
+    result = soak(60, rows=4, mesh=make_mesh(data=2, tensor=2))
+    assert passed(result)
+    assert result["compilations"] == 0
+    assert result["preemptions"]
+    assert result["prefix_hits"]
