@@ -154,14 +154,16 @@ _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]\{([\d,]*)(?::T\((\d+)(?:,(\d+))?\))?")
 _BITS = {"u8": 8, "s8": 8, "f16": 16, "bf16": 16, "u16": 16, "s16": 16, "f32": 32, "s32": 32}
 
 
-def padding(module: str, dtypes: Sequence[str] = ("u8",)) -> float:
-    """Largest ratio of bytes taken to bytes held among a compiled module's arguments of some dtypes."""
+def padding(module: str, least: int = 2**20) -> float:
+    """Largest ratio of bytes taken to bytes held among a compiled module's arguments of at least so many bytes."""
     layout = module.partition("entry_computation_layout={(")[2].partition(")->")[0]
     ratios = [1.0]
     for dtype, sizes, order, rows, lanes in _ARRAY.findall(layout):
-        if dtype not in dtypes or not sizes or not rows:
+        if not sizes or not rows:
             continue
         shape, minor_first = [int(n) for n in sizes.split(",")], [int(n) for n in order.split(",")]
+        if math.prod(shape) * _BITS[dtype] < 8 * least:
+            continue
         tile = [int(n) for n in (lanes, rows) if n]
         held = [shape[axis] for axis in minor_first[: len(tile)]]
         ratios.append(math.prod(-(-n // t) * t for n, t in zip(held, tile, strict=True)) / math.prod(held))

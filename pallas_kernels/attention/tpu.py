@@ -5,8 +5,8 @@ No TPU has run this file. It is compiled for real chips by libtpu and simulated 
 A program first reads the plain tokens, then walks the pages of its sequence, `pages` at a time through `depth`
 buffers: while one set of pages is computed on, the next are on their way. Pages of 128 lie `[K, N/4, page]`, tokens on
 the 128 lanes, so a page of all its heads is one piece of memory; shorter ones lie in words, of which several pages make
-128 tokens (`pallas_kernels.tpu_pages`), and XLA gathers their scales. Lists of pages and lengths are scalars that are
-there before the program starts.
+128 tokens (`pallas_kernels.tpu_pages`); scales are copied with their pages, or XLA gathers them. Lists of pages and
+lengths are scalars that are there before the program starts.
 
 Bytes become numbers without a conversion. Four sublanes of bytes seen as one 32-bit word hold two 16-bit words of eight
 slots each; `word >> shift & mask | 0x4300` is, as two bfloat16 numbers, `128 + 4^k c`: three logic operations turn
@@ -85,6 +85,11 @@ class _Plan:
     scale_dtype: str
 
     @property
+    def gathered(self) -> bool:
+        """Whether XLA gathers scales: of short pages or one head, whose pool it would lay out anew in every call."""
+        return self.together > 1 or self.kv_heads == 1
+
+    @property
     def pages(self) -> int:
         """Pages of a step."""
         return self.blocks * self.together
@@ -111,9 +116,7 @@ class _Inputs(NamedTuple):
     turns: Any  # two of f32 [buckets, D]
     key: Any  # uint8 [L, P, K, N/4, page], or of short pages int32 [L, P, K/h, R, 128]
     value: Any
-    numbers: (
-        Any  # 16-bit words [L, P, K, page], of short pages [B, steps, K, step]: scales of keys and values, then offsets
-    )
+    numbers: Any  # 16-bit words [L, P, K, page], gathered [B, steps, K, step]: scales of keys and values, then offsets
 
 
 class _Scratch(NamedTuple):
@@ -292,12 +295,9 @@ def _in_range(pages: jax.Array, pool: int) -> jax.Array:
 
 
 def _numbers(plan: _Plan, words: jax.Array, layer: jax.Array, table: jax.Array) -> jax.Array:
-    """Scales or offsets as the kernel copies them; of short pages in the order of the sequences.
-
-    A page of 16 has 32 bytes of a head's scales, where a copy takes whole registers: the pool would be padded.
-    """
+    """Scales or offsets as the kernel copies them: pages, or gathered in the order of the sequences."""
     words = lax.bitcast_convert_type(words, jnp.int16) if words.dtype == jnp.float16 else words
-    if plan.together == 1:
+    if not plan.gathered:
         return words
     # A row for each page, or XLA would pad what it gathers from to 128 lanes a head.
     words = words[layer].reshape(words.shape[1], -1)[table]
@@ -451,11 +451,11 @@ def _attend(layer, limit, first, stored, table, inputs: _Inputs, output, slots, 
                             pool.at[layer[0], page, pl.ds(heads_block * units, units)],
                             buffer.at[place, block, :, pl.ds(i * rows, rows)],
                         )
-                    if plan.together == 1:
+                    if not plan.gathered:
                         for array, (pool, buffer) in enumerate(zip(inputs.numbers, scratch.numbers, strict=True), 2):
                             copy(array, pool.at[layer[0], page], buffer.at[place, block])
 
-        if plan.together > 1:
+        if plan.gathered:
 
             @pl.when(step < end)
             def _():

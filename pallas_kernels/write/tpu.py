@@ -70,7 +70,7 @@ def write(
     scalars = (jnp.asarray(layer, jnp.int32).reshape(1), first, end, table.reshape(-1))
     stored = []
     for side, rows in zip((history.key, history.value), sides, strict=True):
-        if side.words:
+        if side.words or k.shape[2] == 1:  # whose scales attention has XLA gather too
             side = side.put_numbers(layer, pages, index % tiers.page, rows)
             rows = rows._replace(scale=None, offset=None)
         stored.append(_store(side, rows, scalars=scalars, index=index, page=tiers.page, interpret=interpret))

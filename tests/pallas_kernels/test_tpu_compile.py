@@ -8,6 +8,7 @@ from tests.pallas_kernels import tpu_spec
 
 needs_libtpu = pytest.mark.skipif(not tpu_compile.installed(), reason="needs libtpu")
 pytestmark = pytest.mark.tpu_compile
+KILLED, ABORTED = 13, 14  # query tokens of planted faults
 
 
 @needs_libtpu
@@ -18,8 +19,11 @@ def test_attention_and_writes_compile(chip):
     for case, outcome in zip(cases, outcomes(chip, cases), strict=True):
         assert outcome.compiled, f"{case}: {outcome.refused or outcome.error}"
         assert outcome.padding < 2, f"{case}: an operand takes {outcome.padding} times its bytes"
-        # Pools are written in place: a pool that an output did not take over would have to be copied.
-        assert (outcome.aliased_bytes > 0) == (case.operation == "demote"), case
+        # Pools are written in place: one that an output did not take over would have to be copied.
+        pools = 2 * tpu_compile.POOL_BYTES if case.operation == "demote" else 0
+        assert outcome.aliased_bytes >= pools, case
+        # Nor is one copied to be read; a layer of the scales may be, where they are gathered.
+        assert outcome.temporary_bytes < tpu_compile.POOL_BYTES // 2, f"{case}: {outcome.temporary_bytes} bytes more"
 
 
 @needs_libtpu
@@ -35,12 +39,17 @@ def test_every_pair_is_compiled_and_not_too_many_are():
     assert sum(len(cases) for cases in tpu_spec.cases().values()) <= 120
 
 
+@needs_libtpu
 def test_a_worker_that_dies_is_started_anew_at_the_next_case():
-    cases = [Case(q_len=n) for n in (1, 13, 2, 13, 3)]
-    found = list(outcomes("v5e", cases, module=__name__))
-    assert [outcome.error is None for outcome in found] == [True, False, True, False, True]
-    assert [outcome.argument_bytes for outcome in found if outcome.error is None] == [1, 2, 3]
-    assert tpu_compile.ABORTED in (found[1].error or "")
+    """One worker until one is killed, the next until a check of libtpu ends it; every other case is compiled."""
+    cases = [Case(q_len=n) for n in (1, KILLED, 2, ABORTED, 3, 4)]
+    first, killed, second, aborted, *third = outcomes("v4", cases, module=__name__)
+    assert [outcome.error is None for outcome in (first, second, *third)] == [True] * 4
+    # What a worker reports in place of bytes is its process.
+    assert len({outcome.argument_bytes for outcome in (first, second, *third)}) == 3
+    assert third[0].argument_bytes == third[1].argument_bytes
+    assert tpu_compile.ABORTED in (killed.error or "")
+    assert "Unsupported B2 packed type" in (aborted.error or "")
 
 
 @pytest.mark.parametrize(
@@ -50,21 +59,39 @@ def test_a_worker_that_dies_is_started_anew_at_the_next_case():
         ("u8[2,16,8,32,64]{4,3,2,1,0:T(8,128)(4,1)}", 2),
         ("u8[2,16,8,32,64]{3,4,2,1,0:T(8,128)(4,1)}", 4),
         ("u8[1000]{0:T(1024)}", 1.024),
-        ("f32[3,3]{1,0:T(8,128)}", 1),
+        ("s32[2,16,8,1,128]{4,3,2,1,0:T(1,128)}", 1),
+        ("s16[2,16,8,16]{3,2,1,0:T(8,128)(2,1)}", 8),
+        ("s16[2,1024,8,16]{1,3,2,0:T(8,128)(2,1)}", 1),
+        ("f32[3,3]{1,0:T(8,128)}", 1),  # too small to matter
     ],
 )
 def test_padding_is_read_from_the_layout(argument, ratio):
     module = f"HloModule m, entry_computation_layout={{(s32[]{{:T(128)}}, {argument})->f32[8]{{0:T(128)}}}}, x=1"
-    assert tpu_compile.padding(module) == pytest.approx(ratio)
+    assert tpu_compile.padding(module, least=1000) == pytest.approx(ratio)
 
 
-def _die_at_thirteen(chip: str, case: Case) -> Outcome:
+def _work_or_die(chip: str, case: Case) -> Outcome:
+    """Compiles the least, or what libtpu has a failing check for on v4."""
     import os
+    import signal
 
-    if case.q_len == 13:
-        os.abort()
-    return Outcome(argument_bytes=case.q_len)
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import pallas as pl
+
+    if case.q_len == KILLED:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def widen(x, out) -> None:
+        out[...] = x[...].astype(jnp.int32)
+
+    def call(x):
+        return pl.pallas_call(widen, out_shape=jax.ShapeDtypeStruct(x.shape, jnp.int32))(x)
+
+    dtype = jnp.uint2 if case.q_len == ABORTED else jnp.uint8
+    tpu_compile.compile_for(chip, call, jax.ShapeDtypeStruct((64, 128), dtype))
+    return Outcome(argument_bytes=os.getpid())
 
 
 if __name__ == "__main__":
-    tpu_compile._work("v5e", _die_at_thirteen)
+    tpu_compile._work("v4", _work_or_die)

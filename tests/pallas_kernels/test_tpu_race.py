@@ -18,12 +18,12 @@ pytestmark = pytest.mark.tpu_race
 WARN = {"on_race": "warn"} if hasattr(pltpu.InterpretParams, "on_race") else {}
 # Five steps of a page through three buffers; a sequence without history; one that ends inside a page.
 ATTENTION = Case(
-    (640, 0, 200), tiers=Tiers(4, 8, 4, 128), head_dim=64, kv_heads=1, q_heads=1, bucket=128, dtype="bfloat16"
+    (640, 0, 200), tiers=Tiers(4, 8, 4, 128), head_dim=64, kv_heads=2, q_heads=2, bucket=128, dtype="bfloat16"
 )  # fmt: skip
-# The same in pages that are read two and eight to a step.
+# Pages that are read two and eight to a step.
 SHORT = {
-    64: dataclasses.replace(ATTENTION, tiers=Tiers(4, 8, 4, 64)),
-    16: dataclasses.replace(ATTENTION, tiers=Tiers(4, 8, 4, 16), kv_heads=2, q_heads=2, starts=(400, 0)),
+    64: dataclasses.replace(ATTENTION, tiers=Tiers(4, 8, 4, 64), kv_heads=1, q_heads=1),
+    16: dataclasses.replace(ATTENTION, tiers=Tiers(4, 8, 4, 16), starts=(400, 0)),
 }
 
 
