@@ -63,8 +63,16 @@ def test_two_bit_cache_is_smaller_and_checked_mode_accepts_it(model):
     assert done.bits_per_element == pytest.approx(expected)
     assert done.bits_per_element < 10
     assert done.cache_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(run.session.cache))
-    options = {"codes": codes(), "tiers": TIERS, "max_tokens": 20, "plain_dtype": "bfloat16", "checked": True}
-    assert complete(model, PROMPT, mesh=make_mesh(tensor=2), **options).tokens == done.tokens
+
+
+def test_a_mesh_reaches_the_step_and_its_cache(model):
+    mesh = make_mesh(tensor=2)
+    session = stream(model, PROMPT, codes=codes(), tiers=TIERS, max_tokens=20, mesh=mesh).session
+    assert session.step.config.mesh == mesh
+    for leaf in jax.tree.leaves((session.step.decoder, session.step.codes, session.cache)):
+        assert leaf.sharding.device_set == set(mesh.devices.flat)
+    with pytest.raises(ValueError, match=r"batch=1, pages=None on a mesh with data=2"):
+        stream(model, PROMPT, max_tokens=20, mesh=make_mesh(data=2))
 
 
 def test_stop_texts_and_stop_tokens_end_it(model):
