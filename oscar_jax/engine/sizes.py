@@ -31,8 +31,8 @@ def row_bytes(config: CacheConfig) -> int:
 
 
 def bfloat16_token_bytes(config: CacheConfig) -> int:
-    """Of K and V of one token in an ordinary bfloat16 cache."""
-    return 2 * config.layers * config.kv_heads * config.head_dim * BFLOAT16_BYTES
+    """Of K and V of one token in an ordinary bfloat16 cache, copies of heads on a mesh counted."""
+    return 2 * config.layers * config.stored_heads * config.head_dim * BFLOAT16_BYTES
 
 
 def total_bytes(config: CacheConfig, codes: TransformCodes | None, *, pages: int, tails: int) -> int:
