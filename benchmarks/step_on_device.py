@@ -58,17 +58,18 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=120, help="GB that it may take; 0 leaves it out")
     parser.add_argument("--baseline", choices=["paged", "cudnn", "xla"], default="paged")
     parser.add_argument("--arms", type=lambda text: text.split(","), default=["int2", "bf16"])
+    parser.add_argument("--unroll", action="store_true", help="every layer compiled by itself, in all arms")
     parser.add_argument("--tensor", type=int, default=1, help="2 compares two GPUs with one at 64x16384")
     args = parser.parse_args()
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".95")  # jax takes three quarters otherwise
     config = model_config(args.model)
     found: dict[str, Any] = {
         "device": jax.devices()[0].device_kind, "jax": jax.__version__, "model": f"{args.model} shapes, random weights",
-        "baseline": args.baseline, "steps": STEPS, "rows": [],
+        "baseline": args.baseline, "unroll": args.unroll, "steps": STEPS, "rows": [],
     }  # fmt: skip
 
     def measure(arm: str, batch: int, context: int, mesh=None) -> None:
-        row = step_row(config, arm, batch, context, baseline=args.baseline, mesh=mesh)
+        row = step_row(config, arm, batch, context, baseline=args.baseline, unroll=args.unroll, mesh=mesh)
         found["rows"].append(row)
         print(json.dumps(row), flush=True)
         if args.out:
@@ -155,7 +156,9 @@ def largest_batch(config: ModelConfig, arm: str, context: int, memory: float) ->
     return int((memory - weights - HEADROOM) // each)
 
 
-def step_row(config: ModelConfig, arm: str, batch: int, context: int, *, baseline: str, mesh=None) -> dict[str, Any]:
+def step_row(
+    config: ModelConfig, arm: str, batch: int, context: int, *, baseline: str, unroll: bool, mesh=None
+) -> dict[str, Any]:
     """Seconds of an engine's steps with `batch` sequences of `context` tokens."""
     decoder = random_weights(config, mesh)
     cache = cache_of(config, arm, batch, context, mesh)
@@ -163,7 +166,7 @@ def step_row(config: ModelConfig, arm: str, batch: int, context: int, *, baselin
         engine = Engine(
             decoder, random_codes(config) if arm == "int2" else None, max_length=cache.max_length, tiers=cache.tiers,
             plain_dtype="bfloat16", shapes=Shapes(batch, (batch,), (batch,), (context,)), tails=0, tail_every=2**40,
-            mesh=mesh,
+            unroll_layers=unroll, mesh=mesh,
         )  # fmt: skip
         device = engine._executor
         run = device.run

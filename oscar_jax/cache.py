@@ -53,6 +53,8 @@ class CacheConfig:
         attention: scale, soft-cap and chunk rule.
         windows: sliding window of each layer in tokens, None entries for full attention; None for a model without.
         implementation: a name, names in order of preference, or None for the best one here.
+        unroll_layers: compile every layer of the model by itself: a program L times as long, which on a GPU copies
+            fewer weights (`Decoder.__call__`).
         mesh: of `sharding.make_mesh`, over which sequences and heads are divided; None for one device.
 
     Raises:
@@ -73,6 +75,7 @@ class CacheConfig:
     pages: int | None = None
     windows: tuple[int | None, ...] | None = None
     implementation: str | tuple[str, ...] | None = None
+    unroll_layers: bool = False
     mesh: jax.sharding.Mesh | None = None
 
     def __post_init__(self):

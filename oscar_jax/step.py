@@ -54,7 +54,8 @@ def cache_config(
         prefill: "by-position", what a query reads is what decoding would read there, whatever the chunks; or
             "chunk-exact", the tokens of one call see each other plainly, as in the reference implementation, so that
             results depend on the chunks and a prompt in one piece is read without loss.
-        options: other fields of `CacheConfig`: `batch`, `step_tokens`, `pages`, `implementation`, `mesh`.
+        options: other fields of `CacheConfig`: `batch`, `step_tokens`, `pages`, `implementation`,
+            `unroll_layers`, `mesh`.
 
     Raises:
         ValueError: as `CacheConfig`, or an unknown `prefill`.
@@ -224,7 +225,7 @@ def _run(
     tokens, counts = sharding.constrained(config.mesh, (tokens, counts), sharding.ROWS)
     positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
     cache, attend = begin_step(cache, config, codes, counts, tokens=tokens.shape[1])
-    hidden, cache, _ = decoder(tokens, positions, attend, cache)
+    hidden, cache, _ = decoder(tokens, positions, attend, cache, unroll=config.unroll_layers)
     cache = sharding.constrained(config.mesh, advance(cache, counts), SPECS)
     if output == "hidden":
         return hidden, cache

@@ -88,6 +88,7 @@ class Engine:
         plain_dtype: str | None = None,
         drafter: Callable[[], Drafter] = PromptLookup,
         implementation: str | tuple[str, ...] | None = None,
+        unroll_layers: bool = False,
         mesh: jax.sharding.Mesh | None = None,
     ):
         """
@@ -105,6 +106,7 @@ class Engine:
             plain_dtype: of plain tiers; None is the dtype of the model's weights.
             drafter: makes the guesser of each request, if `shapes` has drafted tokens.
             implementation: of attention and writes; None is the best one here.
+            unroll_layers: as in `CacheConfig`; takes longer to compile.
             mesh: of `sharding.make_mesh`. Heads and weights are divided over "tensor", requests over "data": each
                 part of that axis has rows, pages and prefixes of its own. In several processes, all make the same
                 engine, submit the same requests in the same order and get the same outputs.
@@ -127,6 +129,7 @@ class Engine:
             batch=shapes.rows * parts,
             step_tokens=shapes.drafts + 2,
             implementation=implementation,
+            unroll_layers=unroll_layers,
             mesh=mesh,
         )
         if memory_fraction is not None:

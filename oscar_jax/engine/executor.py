@@ -208,7 +208,7 @@ def _feed(
     cache = KVCache(part, history, table, starts)
     cache, attend = begin_step(cache, config, codes, counts, tokens=tokens.shape[1])
     positions = starts[:, None] + jnp.arange(tokens.shape[1])
-    hidden, cache, _ = decoder(tokens, positions, attend, cache)
+    hidden, cache, _ = decoder(tokens, positions, attend, cache, unroll=config.unroll_layers)
     if every:
         hidden = hidden.reshape(-1, hidden.shape[-1])
     else:

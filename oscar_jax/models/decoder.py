@@ -154,7 +154,7 @@ class Decoder(nnx.Module):
         return self.embedding[...].dtype
 
     def __call__(
-        self, tokens: jax.Array, positions: jax.Array, attend: Attend, state: Any
+        self, tokens: jax.Array, positions: jax.Array, attend: Attend, state: Any, *, unroll: bool = False
     ) -> tuple[jax.Array, Any, Any]:
         """Runs all layers.
 
@@ -166,6 +166,8 @@ class Decoder(nnx.Module):
                 extra)`, traced once; `layer` is an int32 scalar 0 .. L-1, q and k are rotated and not scaled.
             state: pytree of arrays carried from layer to layer, of constant shapes and dtypes. Donate it under jit and
                 it is updated in place.
+            unroll: compile every layer by itself. In a loop XLA's GPU backend copies a layer's weights out of their
+                stack before it multiplies by them; unrolled, most products read them where they lie.
 
         Returns:
             hidden `[B, T, E]` after the final norm; the last state; every layer's `extra`, stacked on a leading L.
@@ -195,7 +197,7 @@ class Decoder(nnx.Module):
         if self.config.embedding_scale != 1:
             x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
         indices = jnp.arange(self.config.layers, dtype=jnp.int32)
-        (x, state), extras = jax.lax.scan(layer, (x, state), (self.layers, indices))
+        (x, state), extras = jax.lax.scan(layer, (x, state), (self.layers, indices), unroll=unroll)
         return rms_norm(x, self.final_norm, self.config.norm_eps), state, extras
 
     def logits(self, hidden: jax.Array) -> jax.Array:

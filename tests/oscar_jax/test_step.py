@@ -153,6 +153,12 @@ def test_last_and_hidden_are_parts_of_all(decoder, step):
         np.testing.assert_allclose(decoder.logits(hidden)[row, :count], every[row, :count], rtol=1e-5, atol=1e-5)
 
 
+def test_unrolled_layers_give_the_logits_of_the_loop(step):
+    unrolled = dataclasses.replace(step, config=dataclasses.replace(step.config, unroll_layers=True))
+    prompts = tokens(30, 3, 50)
+    np.testing.assert_allclose(filled(unrolled, *prompts)[0], filled(step, *prompts)[0], rtol=1e-5, atol=1e-5)
+
+
 def test_what_stands_in_padding_is_never_seen(step):
     (prompt,) = tokens(17)
     outputs = []
