@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import codec, dispatch
-from pallas_kernels.attention import tpu
+from pallas_kernels.attention import tpu, xla
 from pallas_kernels.history import History, short_page
 from pallas_kernels.tiers import Tiers
 from tests.pallas_kernels.states import Case, build, codes_of, expected
@@ -86,6 +86,22 @@ def test_attention_equals_the_definition(name):
     codes, state = kernel_state(case)
     for got, count, want in zip(outputs(case, codes, state), case.new, expected(case, state), strict=True):
         np.testing.assert_allclose(got[:count], want, atol=TOLERANCE * max(1, np.abs(want).max(initial=0)))
+
+
+@pytest.mark.parametrize("tokens", [1, 17])
+def test_xla_reads_the_same_short_pages(tokens):
+    """Slots at one token, rows at seventeen, which the kernel refuses."""
+    short = case(tiers=Tiers(4, 8, 4, 16), starts=(27, 90), head_dim=64, kv_heads=2, tokens=tokens)
+    codes, words = kernel_state(short)
+    bytes_ = build(short, codes)
+    arguments = dict(codes=codes, tiers=short.tiers, spec=short.spec)
+
+    def outputs(state):
+        function = functools.partial(xla.attend, state.q, state.k, state.v, state.plain, state.history, **arguments)
+        return np.asarray(jax.jit(function).lower(**state.arguments).compile(QUICK)(**state.arguments))
+
+    assert words.history.key.words
+    np.testing.assert_array_equal(outputs(words), outputs(bytes_))
 
 
 def test_fields_are_the_slots_in_their_order():
