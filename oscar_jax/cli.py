@@ -195,7 +195,7 @@ def _add_calibrate(commands: Any) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="may be repeated (default: Wikipedia summaries and Python's documentation)",
+        help="may be repeated (default: Wikipedia summaries, Python's documentation and library)",
     )
     calibrate.add_argument("--tokens", type=_positive, default=65536, metavar="N", help="default: %(default)s")
     calibrate.add_argument(
@@ -253,7 +253,7 @@ def _add_arms(command: argparse.ArgumentParser) -> None:
         "--artifact", action="append", default=[], metavar="DIR", help="already calibrated; may be repeated"
     )
     command.add_argument(
-        "--calibrate-on", metavar="FILE", help="default: Wikipedia summaries and Python's documentation"
+        "--calibrate-on", metavar="FILE", help="default: Wikipedia summaries, Python's documentation and library"
     )
     command.add_argument(
         "--calibration-tokens", type=_positive, default=65536, metavar="N", help="default: %(default)s"

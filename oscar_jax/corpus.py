@@ -1,9 +1,9 @@
 """Texts for calibration and for held-out evaluation, counted in tokens.
 
-Two sources need no data of one's own: summaries of Wikipedia articles (a package, see `download`) and the topics of
-Python's own documentation (`pydoc_data`). The articles are split by a hash of their title, so calibration and held-out
-text never share one, on any machine. Both sources are ordered by that hash too: their own order is by subject, and the
-first few thousand tokens would be all about one.
+Three sources need no data of one's own: summaries of Wikipedia articles (a package, see `download`), the topics of
+Python's own documentation (`pydoc_data`), and the code of its library. The articles are split by a hash of their title,
+so calibration and held-out text never share one, on any machine. All sources are ordered by such a hash: their own
+order is by subject, and the first few thousand tokens would be all about one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import sysconfig
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
@@ -28,8 +29,10 @@ Split = Literal["calibration", "heldout"]
 
 _SEPARATOR = "\n\n"
 _HELDOUT_SIXTEENTHS = 4
-# Three parts of prose to one of technical text and code, the mixture the recipes were chosen on.
-_PROSE_SHARE = 0.75
+# Prose, technical text, code; the first two alone are three to one, the mixture the recipes were chosen on.
+_SHARES = (0.5, 0.2, 0.3)
+_SHARES_WITHOUT_LIBRARY = (0.75, 0.25)
+_MODULE_CHARACTERS = 8192  # about one calibration sequence: more modules, and attention that reaches far back in each
 # A prefix of this many characters a token is tokenized first; a text with longer tokens is tokenized whole.
 _CHARACTERS_PER_TOKEN = 16
 _CUT_MARGIN = 64
@@ -87,6 +90,13 @@ def python_topics() -> list[str]:
     return [topics[name].strip() for name in sorted(topics, key=_digest)]
 
 
+def python_library() -> list[str]:
+    """Beginnings of the modules of Python's library, by their name's sha256; other Pythons have other texts."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda file: _digest(file.stem))
+    texts = (file.read_text(encoding="utf-8", errors="replace")[:_MODULE_CHARACTERS].strip() for file in files)
+    return [text for text in texts if text]
+
+
 def read_text(path: str | os.PathLike[str]) -> str:
     """A text file.
 
@@ -136,14 +146,21 @@ def encode_span(text: str, encode: Encode, *, offset: int = 0, tokens: int) -> n
 
 
 def calibration_text(
-    encode: Encode, tokens: int, *, files: Sequence[str | os.PathLike[str]] = (), wiki_path: Path | None = None
+    encode: Encode,
+    tokens: int,
+    *,
+    files: Sequence[str | os.PathLike[str]] = (),
+    library: bool = True,
+    wiki_path: Path | None = None,
 ) -> TokenText:
-    """Text to calibrate on: the files in equal parts, else three parts of Wikipedia summaries to one of Python topics.
+    """Text to calibrate on: the files in equal parts, else Wikipedia summaries, Python topics and Python's library.
 
     Args:
       encode: the model's tokenizer, without special tokens.
       tokens: budget; the result is shorter only where the sources are.
       files: text files; a file too short for its part leaves the rest to those after it.
+      library: without files, half summaries, a fifth topics, the rest code; else three parts of summaries to one of
+        topics. A Python without its library's source files does without.
       wiki_path: the summaries' file if not in the cache.
 
     Raises:
@@ -153,13 +170,16 @@ def calibration_text(
     _check_budget(tokens)
     if files:
         parts = [(str(file), _part_of_file(read_text(file), encode)) for file in files]
-        shares = [1 / len(parts)] * len(parts)
+        shares = (1 / len(parts),) * len(parts)
     else:
         parts = [
             ("Wikipedia summaries", lambda count: take(wiki_summaries("calibration", wiki_path), encode, count)),
             ("Python topics", lambda count: take(python_topics(), encode, count)),
         ]
-        shares = [_PROSE_SHARE, 1 - _PROSE_SHARE]
+        shares = _SHARES_WITHOUT_LIBRARY
+        if library and (modules := python_library()):
+            parts.append(("Python's library", lambda count: take(modules, encode, count)))
+            shares = _SHARES
     pieces, notes, left = [], [], tokens
     for i, (label, part) in enumerate(parts):
         piece = part(round(left * shares[i] / sum(shares[i:])))

@@ -72,18 +72,38 @@ def test_python_topics_are_stable_and_long():
     assert all(topics)
 
 
-def test_default_mixture_is_three_to_one(wiki):
+def test_the_default_mixture_is_prose_documentation_and_code(wiki):
     text = corpus.calibration_text(encode, 1000, wiki_path=wiki)
+    prose = corpus.take(corpus.wiki_summaries("calibration", wiki), encode, 500)
+    topics = corpus.take(corpus.python_topics(), encode, 200)
+    code = corpus.take(corpus.python_library(), encode, 300)
+    np.testing.assert_array_equal(text.tokens, np.concatenate([prose, topics, code]))
+    assert text.description == (
+        "500 tokens of Wikipedia summaries + 200 tokens of Python topics + 300 tokens of Python's library"
+    )
+
+
+def test_modules_of_the_library_are_stable_short_and_many():
+    modules = corpus.python_library()
+    assert modules == corpus.python_library()
+    assert len(modules) > 100
+    assert max(map(len, modules)) <= 8192
+
+
+def test_without_the_library_the_mixture_is_three_to_one(wiki, monkeypatch):
+    text = corpus.calibration_text(encode, 1000, wiki_path=wiki, library=False)
     assert len(text.tokens) == 1000
     assert text.tokens.dtype == np.int32
     assert text.description == "750 tokens of Wikipedia summaries + 250 tokens of Python topics"
     prose = corpus.take(corpus.wiki_summaries("calibration", wiki), encode, 750)
     np.testing.assert_array_equal(text.tokens[:750], prose)
     np.testing.assert_array_equal(text.tokens[750:], corpus.take(corpus.python_topics(), encode, 250))
+    monkeypatch.setattr(corpus, "python_library", list)
+    assert corpus.calibration_text(encode, 1000, wiki_path=wiki).sha256 == text.sha256
 
 
 def test_demo_mixture_is_six_thousand_and_two(wiki):
-    text = corpus.calibration_text(encode, 8192, wiki_path=wiki)
+    text = corpus.calibration_text(encode, 8192, wiki_path=wiki, library=False)
     assert text.description == "6144 tokens of Wikipedia summaries + 2048 tokens of Python topics"
 
 
