@@ -9,8 +9,8 @@ computed: what a cache holds does not change how long a step takes. The BF16 eng
 context: pages, read by the paged attention that jax brings (`--baseline paged`), or one piece a sequence, read by cuDNN
 (`--baseline cudnn`). The larger of both is what the 2-bit cache has to be compared with.
 
-`--unroll` compiles every layer by itself in both engines. Compiled for an H200 without one (jax 0.10.2, 36 layers,
-32 x 16K, no autotuning), the loop copies every weight of a layer before its product (104 MB of temporary memory); with
+`--unroll` compiles every layer by itself in both engines. Compiled for an H200 without one (jax 0.10.2, 4 layers,
+16 x 16K, no autotuning), the loop copies every weight of a layer before its product (104 MB of temporary memory); with
 `--unroll` only those of q, k and v, and with XLA_FLAGS=--xla_gpu_dot_merger_threshold_mb=0 too, which keeps these three
 products apart, none. In both cases the cache is updated in place.
 """
