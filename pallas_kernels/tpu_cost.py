@@ -1,33 +1,36 @@
-"""What decode attention should cost on TPUs: counted bytes and vector operations against what chips are said to do.
+"""What decode attention should cost on TPUs: counted bytes and libtpu's schedules against what chips are said to do.
 
-A model, not a measurement: no TPU has run the kernel. `python -m pallas_kernels.tpu_cost` prints the tables of
-`docs/tpu.md`. Counts are for one page of one KV head, 128 tokens, as `pallas_kernels.attention.tpu` is written; an
-operation is one on a register of 8 x 128 32-bit words, or of twice as many 16-bit ones.
+A model, not a measurement: no TPU has run the kernel. `python -m pallas_kernels.tpu_cost
+benchmarks/results/tpu-bundles.jsonl` prints the tables of `docs/tpu.md`. Everything is for 128 tokens of one of eight
+KV heads, `pallas_kernels.attention.tpu` as it is; an operation is one on a register of 8 x 128 32-bit words, or of
+twice as many 16-bit ones.
 
-Assumed: four vector operations a cycle and core, every slot filled; copies hidden behind arithmetic. How fast the MXU
-takes new operands is not published, so it is given as a range: a register of 16 x 128 bfloat16 a cycle, or one of its
-rows a cycle.
+Assumed: a bundle takes a cycle, and the bytes of a step come while another is computed on.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import json
+from pathlib import Path
+from typing import Any
 
 from pallas_kernels import codec
+from pallas_kernels.tpu_bundles import BLOCKS, HEADS
 
-PAGE = 128
-VECTOR_SLOTS = 4
+TOKENS = 128
+BUCKET_STEPS = 4  # steps of a bucket, for whose first one queries are transformed
 SOFTMAX = 30  # operations on each register of logits: decode of a logit, mask, exponential, sums, two parts
 NUMBERS = 10  # operations that make 16-bit floats of 8 heads fp32, each array
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A tensor core: bytes of HBM a second, cycles a second, and MXUs of 128 x 128 that it has the rate of."""
+    """A tensor core: bytes of HBM a second, cycles a second."""
 
     bandwidth: float
     clock: float
-    units: int
 
     @property
     def bytes_per_cycle(self) -> float:
@@ -36,14 +39,14 @@ class Chip:
 
 # Published peaks of a chip, over its cores.
 CHIPS = {
-    "v4": Chip(1228e9 / 2, 1.05e9, 4),
-    "v5e": Chip(819e9, 1.5e9, 4),
-    "v5p": Chip(2765e9 / 2, 1.75e9, 4),
-    "v6e": Chip(1640e9, 1.75e9, 16),
-    "tpu7x": Chip(7380e9 / 2, 2.2e9, 16),
+    "v4": Chip(1228e9 / 2, 1.05e9),
+    "v5e": Chip(819e9, 1.5e9),
+    "v5p": Chip(2765e9 / 2, 1.75e9),
+    "v6e": Chip(1640e9, 1.75e9),
+    "tpu7x": Chip(7380e9 / 2, 2.2e9),
 }
 
-# Operations that make operands of the MXU of one page and side, on registers of `[32, 128]` bytes (N = 128).
+# Operations that make operands of the MXU of 128 tokens and one side, on registers of `[32, 128]` bytes (N = 128).
 LAYOUTS = {
     "bytes, tokens on lanes, mantissa fields (built)": 8 + 8 + 3,  # AND, OR, distinct shifts
     "bytes, tokens on lanes, converted": 4
@@ -53,66 +56,108 @@ LAYOUTS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Cost:
-    """Cycles of each unit for a page and KV head."""
+def memory_cycles(chip: Chip, *, head_dim: int, page: int = TOKENS, offsets: bool = False) -> float:
+    """Cycles that HBM takes for 128 tokens of a KV head, both sides.
 
-    memory: float
-    vector: float
-    matrix: tuple[float, float]  # at the fast and the slow rate of taking operands
-
-    @property
-    def share(self) -> tuple[float, float]:
-        """Expected share of HBM bandwidth at the slow and the fast rate."""
-        low, high = (self.memory / max(self.memory, self.vector, matrix) for matrix in reversed(self.matrix))
-        return low, high
-
-    @property
-    def limit(self) -> str:
-        """The unit that takes longest at the fast rate of the MXU."""
-        units = {"HBM": self.memory, "VPU": self.vector, "MXU": self.matrix[0]}
-        return max(units, key=lambda name: units[name])
+    Args:
+        page: of shorter pages XLA gathers the numbers, which are then read, written and read again.
+        offsets: offsets are stored too.
+    """
+    numbers = (4 if offsets else 2) * 2 * TOKENS
+    return (2 * TOKENS * head_dim / codec.PLANES + numbers * (3 if page < TOKENS else 1)) / chip.bytes_per_cycle
 
 
-def cost(chip: Chip, *, head_dim: int, rows: int = 8, unpack: float | None = None, offsets: bool = False) -> Cost:
-    """Cycles for a page and KV head.
+def vector_operations(*, head_dim: int, rows: int = 8, unpack: float | None = None, offsets: bool = False) -> float:
+    """Counted operations for 128 tokens of a KV head in whole pages.
 
     Args:
         rows: query rows of a KV head, padded to 8.
         unpack: operations a side, of `LAYOUTS`; the built one by default.
-        offsets: offsets are stored too.
     """
     numbers = 4 if offsets else 2
-    size = 2 * PAGE * head_dim // codec.PLANES + 2 * numbers * PAGE
     registers = max(1.0, head_dim / 128)  # of packed bytes; half-filled ones cost as much
     unpack = LAYOUTS["bytes, tokens on lanes, mantissa fields (built)"] if unpack is None else unpack
-    vector = 2 * unpack * registers + SOFTMAX * rows / 8 + numbers * NUMBERS / 8 + 3 * rows / 8 * registers / 4
-    pushes = 2 * head_dim / 16 * PAGE / 128  # registers of both sides
-    streams = 2 * 2 * rows / 8 * registers  # of queries and probabilities, in two parts
-    fast, slow = ((pushes * cycles + streams) / chip.units for cycles in (1, 16))
-    return Cost(size / chip.bytes_per_cycle, vector / VECTOR_SLOTS, (fast, slow))
+    return 2 * unpack * registers + SOFTMAX * rows / 8 + numbers * NUMBERS / HEADS + 3 * rows / 8 * registers / 4
 
 
-def tables() -> str:
-    """Markdown: expected share of bandwidth by chip and head size, and layouts by operations."""
-    lines = [
-        "| chip | D | HBM | VPU | MXU | expected share of HBM bandwidth | limit |",
-        "|---|---|---|---|---|---|---|",
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """Cycles for 128 tokens of a KV head.
+
+    Attributes:
+        memory: of HBM.
+        copies, queries, heads: of libtpu's schedule, as in `tpu_bundles.Schedule`.
+        unit: the fullest unit of the loop over heads. full: share of the room for its instructions that they take.
+    """
+
+    memory: float
+    copies: float
+    queries: float
+    heads: float
+    unit: str
+    full: float
+
+    @property
+    def schedule(self) -> float:
+        return self.copies + self.queries + self.heads
+
+    @property
+    def share(self) -> float:
+        """Expected share of HBM bandwidth."""
+        return min(1.0, self.memory / self.schedule)
+
+    @property
+    def limit(self) -> str:
+        if self.share == 1:
+            return "HBM"
+        if self.copies > self.heads:
+            return "scalar unit, starting copies"
+        return f"chain of products, {self.unit} {100 * self.full:.0f} % full"
+
+
+def expected(line: dict[str, Any]) -> Expected:
+    """The model for a line of `pallas_kernels.tpu_bundles`."""
+    memory = memory_cycles(CHIPS[line["chip"]], head_dim=line["head_dim"], page=line["page"])
+    copies, queries, heads = (line[name] / (BLOCKS * HEADS) for name in ("copies", "queries", "heads"))
+    bundles = line["heads"] / HEADS
+    full = {unit: line["used"][unit] / (bundles * line["capacity"][unit]) for unit in ("MXU", "XLU", "VALU")}
+    unit = max(full, key=lambda name: full[name])
+    return Expected(memory, copies, queries / BUCKET_STEPS, heads, {"VALU": "VPU"}.get(unit, unit), full[unit])
+
+
+def tables(lines: list[dict[str, Any]]) -> str:
+    """Markdown: expected share of bandwidth by chip, head size and page, and layouts by operations."""
+    rows = [
+        "| chip | D | page | HBM | VPU, counted | VPU, compiled | copies | queries | heads | share of HBM | limit |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, chip in CHIPS.items():
-        for head_dim in (64, 128, 256):
-            found = cost(chip, head_dim=head_dim)
-            low, high = found.share
-            lines.append(
-                f"| {name} | {head_dim} | {found.memory:.0f} | {found.vector:.0f} | {found.matrix[0]:.0f} to "
-                f"{found.matrix[1]:.0f} | {100 * low:.0f} to {100 * high:.0f} % | {found.limit} |"
-            )
-    lines += ["", "| layout | operations a side | VPU cycles a page | of HBM's on v5e |", "|---|---|---|---|"]
+    order = list(CHIPS)
+    for line in sorted(lines, key=lambda x: (order.index(x["chip"]), -x["page"], x["head_dim"])):
+        found, slots = expected(line), line["capacity"]["VALU"]
+        counted = f"{vector_operations(head_dim=line['head_dim']) / slots:.0f}" if line["page"] == TOKENS else ""
+        rows.append(
+            f"| {line['chip']} | {line['head_dim']} | {line['page']} | {found.memory:.0f} | {counted} | "
+            f"{line['used']['VALU'] / BLOCKS / slots:.0f} | {found.copies:.0f} | {found.queries:.0f} | "
+            f"{found.heads:.0f} | {100 * found.share:.0f} % | {found.limit} |"
+        )
+    rows += [
+        "",
+        "| layout | operations a side | operations for 128 tokens | cycles of four, of HBM's on v5e |",
+        "|---|---|---|---|",
+    ]
     for name, unpack in LAYOUTS.items():
-        found = cost(CHIPS["v5e"], head_dim=128, unpack=unpack)
-        lines.append(f"| {name} | {unpack:.0f} | {found.vector:.0f} | {found.vector / found.memory:.1f} |")
-    return "\n".join(lines)
+        operations = vector_operations(head_dim=128, unpack=unpack)
+        ratio = operations / 4 / memory_cycles(CHIPS["v5e"], head_dim=128)
+        rows.append(f"| {name} | {unpack:.0f} | {operations:.0f} | {ratio:.1f} |")
+    return "\n".join(rows)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Lines of the results of `pallas_kernels.tpu_bundles` after the first, which says how they were made."""
+    return [json.loads(line) for line in path.read_text().splitlines()[1:]]
 
 
 if __name__ == "__main__":
-    print(tables())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundles", type=Path)
+    print(tables(read(parser.parse_args().bundles)))
