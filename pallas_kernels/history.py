@@ -86,20 +86,16 @@ class SidePages:
             new = jnp.moveaxis(_row_words(new).reshape(*new.shape[:2], units, -1, count), 3, 2)
         elif self.tokens_last:
             place = (*place[:3], slice(None), offsets)
-        slots = self.slots.at[place].set(new, mode="drop")
-        return dataclasses.replace(self.put_numbers(layer, pages, offsets, rows), slots=slots)
-
-    def put_numbers(self, layer: jax.Array, pages: jax.Array, offsets: jax.Array, rows: codec.Encoded) -> SidePages:
-        """`put` of scales and offsets alone, for page ids that are not negative."""
 
         def put(pool: jax.Array, numbers: jax.Array | None) -> jax.Array:
             assert numbers is not None
             return pool.at[layer, pages, :, offsets].set(stored(numbers, pool.dtype), mode="drop")
 
-        return dataclasses.replace(
-            self,
-            scale=put(self.scale, rows.scale),
-            offset=None if self.offset is None else put(self.offset, rows.offset),
+        return SidePages(
+            self.slots.at[place].set(new, mode="drop"),
+            put(self.scale, rows.scale),
+            None if self.offset is None else put(self.offset, rows.offset),
+            self.tokens_last,
         )
 
 

@@ -28,6 +28,7 @@ from pallas_kernels import codec, tpu_pages
 from pallas_kernels.attention.api import PlainTiers
 from pallas_kernels.attention.tpu import HEAD_DIMS, unavailable
 from pallas_kernels.history import LANES, History, SidePages
+from pallas_kernels.storage import stored
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCode, TransformCodes
 from pallas_kernels.write import xla
@@ -68,13 +69,13 @@ def write(
     end = jnp.where(index == NOWHERE, -1, block).max(1) + 1
     table = page_indices.astype(jnp.int32)
     scalars = (jnp.asarray(layer, jnp.int32).reshape(1), first, end, table.reshape(-1))
-    stored = []
+    written = []
     for side, rows in zip((history.key, history.value), sides, strict=True):
         if side.words or k.shape[2] == 1:  # whose scales attention has XLA gather too
-            side = side.put_numbers(layer, pages, index % tiers.page, rows)
+            side = _numbers_stored(side, rows, layer, pages, index % tiers.page)
             rows = rows._replace(scale=None, offset=None)
-        stored.append(_store(side, rows, scalars=scalars, index=index, page=tiers.page, interpret=interpret))
-    return History(*stored)
+        written.append(_store(side, rows, scalars=scalars, index=index, page=tiers.page, interpret=interpret))
+    return History(*written)
 
 
 def demote(
@@ -110,6 +111,18 @@ def _check(pool: SidePages, code: TransformCode, k: jax.Array, tiers: Tiers) -> 
     tpu_pages.check(pool, code.slots, tiers.page)
     if (size := 2 * code.kv_heads * (code.slots // codec.PLANES) * k.shape[1]) > MAX_BYTES:
         raise NotImplementedError(f"{k.shape[1]} rows of a sequence take {size} bytes of VMEM: at most {MAX_BYTES} do")
+
+
+def _numbers_stored(pool: SidePages, rows: codec.Encoded, layer, pages, offsets) -> SidePages:
+    """Scales and offsets of rows by XLA. Heads have an index too, or it would lay out whole pools anew for them."""
+
+    def put(numbers: jax.Array, new: jax.Array | None) -> jax.Array:
+        assert new is not None
+        place = (layer, pages[..., None], np.arange(numbers.shape[2]), offsets[..., None])
+        return numbers.at[place].set(stored(new, numbers.dtype), mode="drop")
+
+    scale = put(pool.scale, rows.scale)
+    return dataclasses.replace(pool, scale=scale, offset=None if pool.offset is None else put(pool.offset, rows.offset))
 
 
 def _store(pool: SidePages, rows: codec.Encoded, *, scalars, index: jax.Array, page: int, interpret) -> SidePages:

@@ -1,10 +1,14 @@
 """The TPU kernels compiled by libtpu for chips that are not there."""
 
+import dataclasses
+import json
+
 import pytest
 
 from pallas_kernels import tpu_compile
 from pallas_kernels.tpu_compile import TOPOLOGIES, Case, Outcome, outcomes
 from tests.pallas_kernels import tpu_spec
+from tests.pallas_kernels.gpu_spec import all_pairs, pairs
 
 needs_libtpu = pytest.mark.skipif(not tpu_compile.installed(), reason="needs libtpu")
 pytestmark = pytest.mark.tpu_compile
@@ -36,7 +40,23 @@ def test_what_is_not_built_is_refused_and_not_compiled():
 
 
 def test_every_pair_is_compiled_and_not_too_many_are():
-    assert sum(len(cases) for cases in tpu_spec.cases().values()) <= 120
+    found = tpu_spec.cases()
+    assert sum(map(len, found.values())) <= 120
+    rows = [{"chip": chip} | dataclasses.asdict(case) for chip, cases in found.items() for case in cases]
+    axes = {"chip": list(TOPOLOGIES)} | tpu_spec.AXES
+    compiled = set().union(*(pairs({axis: row[axis] for axis in axes}) for row in rows))
+    assert not all_pairs(axes) - compiled
+
+
+def test_the_grid_has_been_compiled():
+    """Every case of it is in the result that is committed, and compiled without an array padded to twice its bytes."""
+    lines = [json.loads(line) for line in tpu_spec.RESULTS.read_text().splitlines()[1:]]
+    wanted = [{"chip": chip} | dataclasses.asdict(case) for chip in TOPOLOGIES for case in tpu_spec.grid()]
+    assert sorted(map(tpu_spec.key, lines)) == sorted(map(tpu_spec.key, wanted))
+    for line in lines:
+        assert line["error"] is None, line
+        assert line["refused"] is None, line
+        assert line["padding"] < 2, line
 
 
 @needs_libtpu
