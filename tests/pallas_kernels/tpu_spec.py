@@ -31,7 +31,7 @@ MAIN = [
     Case("demote", head_dim=256, recipe="oscar-reference", dtype="float16", kv_heads=1, page=16),
 ]
 # Query heads a KV head and query tokens, of which the kernel sees the product, padded to 8 rows.
-QUERIES = [(8, 1), (16, 4), (1, 16), (16, 16)]
+QUERIES = [(8, 1), (1, 16), (8, 4), (16, 4), (8, 16), (16, 16)]
 PAGES = [16, 64, 128]
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "tpu-grid.jsonl"
 
