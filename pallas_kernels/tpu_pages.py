@@ -10,6 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.history import LANES, SidePages, short_page
 
 PAGES = (16, 32, 64, 128)
+SCALAR_MEMORY = 2**20 - 2**15  # bytes; a program's table must leave some for the other numbers
 
 
 def check(pool: SidePages, slots: int, page: int) -> None:
@@ -24,6 +25,15 @@ def check(pool: SidePages, slots: int, page: int) -> None:
         )
     if not (pool.words if page < LANES else pool.tokens_last):
         raise NotImplementedError("the history was laid out for another implementation")
+
+
+def check_table(batch: int, entries: int) -> None:
+    """Raises NotImplementedError for a page table that does not fit into a core's scalar memory."""
+    if 4 * batch * entries > SCALAR_MEMORY:
+        raise NotImplementedError(
+            f"page_indices of {batch} sequences of {entries} pages: at most {SCALAR_MEMORY // 4} entries fit into "
+            "scalar memory; larger pages or fewer sequences a device need fewer"
+        )
 
 
 def exchange(words: jax.Array, page: int) -> jax.Array:

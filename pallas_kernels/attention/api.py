@@ -14,6 +14,9 @@ from pallas_kernels.history import History
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
 
+UNLIMITED = 2**30
+"""A sliding window that sees everything; a larger one could not be added to positions."""
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
@@ -54,7 +57,7 @@ def ring_positions(lengths: jax.Array, ring: int) -> jax.Array:
 
     It is the latest one that is the place's index modulo R; negative where there is none.
     """
-    return lengths - 1 - (lengths - 1 - jnp.arange(ring)) % ring
+    return lengths - 1 - (lengths - 1 - jnp.arange(ring, dtype=lengths.dtype)) % ring
 
 
 def attend(
@@ -99,6 +102,11 @@ def attend(
         NotImplementedError: no implementation takes this case; every reason is listed.
     """
     _check_shapes(q, k, v, codes, history)
+    _check_batch(q, plain, history, starts, counts, page_indices, tiers, sink_logits)
+    if not q.size:
+        return jnp.zeros_like(q)
+    if window is not None:
+        window = jnp.minimum(jnp.asarray(window, jnp.int32), UNLIMITED)
     return dispatch.call(
         "attention",
         implementation,
@@ -138,8 +146,9 @@ def attend_ragged(
     Args:
         q: `[tokens, N, D]`; k, v: `[tokens, K, D]`. Those of sequence b are rows `cu_q_lens[b]` to `cu_q_lens[b + 1]`.
         layer, page_indices: as for `attend`.
-        kv_lens: int32 `[B]`, tokens of each sequence, its new ones included.
-        cu_q_lens: int32 `[B + 1]`, from 0, not decreasing; rows from its last entry on belong to no sequence.
+        kv_lens: int32 `[B]`, tokens of each sequence, its new ones included; a sequence with fewer than those is NaN.
+        cu_q_lens: int32 `[B + 1]`, from 0, not decreasing, or all is NaN; rows from its last entry on belong to no
+            sequence.
         max_q_len: most new tokens of a sequence. Queries are padded to it, so mixed steps cost least in two calls, of
             short and of long ones. A longer sequence gets NaN past it: lengths are not known when this is traced.
         options: the other arguments of `attend`.
@@ -157,17 +166,22 @@ def attend_ragged(
         raise ValueError(f"cu_q_lens {cu_q_lens.shape} with kv_lens {kv_lens.shape}: expected one entry more.")
     if max_q_len < 1:
         raise ValueError(f"max_q_len={max_q_len}: expected at least 1.")
+    if not q.size:
+        return jnp.zeros_like(q)
     lengths = cu_q_lens[1:] - cu_q_lens[:-1]
     place = jnp.clip(cu_q_lens[:-1, None] + jnp.arange(max_q_len), 0, len(q) - 1)
     padded = attend(
-        q[place], k[place], v[place], plain, history, layer=layer, starts=kv_lens - lengths,
-        counts=jnp.minimum(lengths, max_q_len), page_indices=page_indices, **options,
+        q[place], k[place], v[place], plain, history, layer=layer,
+        starts=jnp.maximum(kv_lens - lengths, 0), counts=jnp.clip(lengths, 0, max_q_len),
+        page_indices=page_indices, **options,
     )  # fmt: skip
+    padded = jnp.where((kv_lens < lengths)[:, None, None, None], jnp.nan, padded)
     row = jnp.arange(len(q))
     sequence = jnp.clip(jnp.searchsorted(cu_q_lens, row, side="right") - 1, 0, len(lengths) - 1)
     token = row - cu_q_lens[sequence]
     rows = padded.at[sequence, token].get(mode="fill", fill_value=jnp.nan)
-    return jnp.where((token < lengths[sequence])[:, None, None], rows, 0)
+    unordered = (cu_q_lens[0] != 0) | jnp.any(lengths < 0)
+    return jnp.where(unordered, jnp.nan, jnp.where((token < lengths[sequence])[:, None, None], rows, 0))
 
 
 def _check_shapes(q, k, v, codes: TransformCodes | None, history: History | None) -> None:
@@ -183,6 +197,32 @@ def _check_shapes(q, k, v, codes: TransformCodes | None, history: History | None
         raise ValueError(
             f"codes for {codes.kv_heads} KV heads of size {codes.head_dim}, k has {k.shape[2]} of {k.shape[3]}: "
             "expected codes calibrated on this model."
+        )
+
+
+def _check_batch(q, plain: PlainTiers, history, starts, counts, page_indices, tiers: Tiers, sink_logits) -> None:
+    batch, _, heads, _ = q.shape
+    if not (starts.shape == counts.shape == (batch,)):
+        raise ValueError(
+            f"starts {starts.shape}, counts {counts.shape}: expected [{batch}], one for each sequence of q."
+        )
+    if sink_logits is not None and sink_logits.shape != (heads,):
+        raise ValueError(f"sink_logits {sink_logits.shape}: expected [{heads}], one for each head of q.")
+    if history is not None:
+        check_table(page_indices, batch)
+        if plain.recent_k.shape[2] < tiers.recent:
+            raise ValueError(
+                f"plain.recent_k {plain.recent_k.shape}: expected a ring of at least recent={tiers.recent} places, "
+                "tiers.ring(tokens) of them."
+            )
+
+
+def check_table(page_indices, batch: int) -> None:
+    """Raises ValueError for a page table of another shape."""
+    if page_indices.ndim != 2 or len(page_indices) != batch or not page_indices.shape[1]:
+        raise ValueError(
+            f"page_indices {page_indices.shape}: expected [{batch}, pages of a sequence], a row for each sequence and "
+            "at least one page."
         )
 
 

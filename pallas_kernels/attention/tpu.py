@@ -32,7 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import codec, tpu_pages
-from pallas_kernels.attention.api import AttentionSpec, PlainTiers, ring_positions
+from pallas_kernels.attention.api import UNLIMITED, AttentionSpec, PlainTiers, ring_positions
 from pallas_kernels.history import LANES, History, short_page, turn_factors
 from pallas_kernels.storage import loaded
 from pallas_kernels.tiers import Tiers
@@ -47,7 +47,6 @@ STEP_TOKENS = 512  # of history that a program computes on at a time, at most
 DEPTH = 3  # buffers of so many tokens
 VMEM = 12 * 2**20  # bytes that a program plans with; the smallest chip has 16 MiB
 NOWHERE = np.iinfo(np.int32).max  # position of a place without a token
-UNLIMITED = np.iinfo(np.int32).max // 2
 # Field f of a 16-bit word: the shift that brings it to where bfloat16's 7-bit mantissa can hold it, and the power of 4
 # that it then carries.
 SHIFTS = (0, 0, 0, 2, 8, 8, 8, 10)
@@ -178,6 +177,7 @@ def attend(
     batch, tokens, heads, dim = q.shape
     kv_heads = k.shape[2]
     plan = _plan(q, k, plain, page_indices, codes, tiers, spec, window is not None, sink_logits is not None)
+    tpu_pages.check_table(batch, plan.table)
     starts, counts = starts.astype(jnp.int32), counts.astype(jnp.int32)
 
     rows = _rows(plan, q.astype(jnp.float32) * spec.scale, kv_heads)
@@ -191,6 +191,7 @@ def attend(
     # Scalars: where history ends, and the first step that a query can see.
     layer, limit = (jnp.asarray(x, jnp.int32).reshape(1) for x in (layer, UNLIMITED if window is None else window))
     stored = jnp.maximum(tiers.history_end(starts + counts - 1) - tiers.sink, 0)
+    stored = jnp.minimum(stored, page_indices.shape[1] * tiers.page)  # what lies past the table belongs to others
     first = jnp.zeros_like(starts) if window is None else jnp.maximum(starts - limit + 1 - tiers.sink, 0) // plan.step
     pool = history.key.scale.shape[1]
     table = jnp.pad(page_indices.astype(jnp.int32), ((0, 0), (0, plan.table - page_indices.shape[1])))

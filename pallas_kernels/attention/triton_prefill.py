@@ -29,8 +29,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import codec
-from pallas_kernels.attention.api import AttentionSpec, PlainTiers
-from pallas_kernels.attention.triton import MAX_HEAD_DIM, UNLIMITED, ops
+from pallas_kernels.attention.api import UNLIMITED, AttentionSpec, PlainTiers
+from pallas_kernels.attention.triton import MAX_HEAD_DIM, ops
 from pallas_kernels.history import History, turn_factors
 from pallas_kernels.storage import loaded
 from pallas_kernels.tiers import Tiers

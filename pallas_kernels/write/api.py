@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention.api import PlainTiers
+from pallas_kernels.attention.api import PlainTiers, check_table
 from pallas_kernels.history import History
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
@@ -50,6 +50,9 @@ def write(
         )
     if positions.shape != k.shape[:2] or valid.shape != k.shape[:2]:
         raise ValueError(f"positions {positions.shape}, valid {valid.shape}: expected {k.shape[:2]}, one for each row.")
+    check_table(page_indices, len(k))
+    if not k.size:
+        return history
     return dispatch.call(
         "write",
         implementation,
@@ -90,8 +93,10 @@ def demote(
         page_indices, implementation: as for `write`.
 
     Raises:
+        ValueError: a page table that does not fit.
         NotImplementedError: no implementation takes this case; every reason is listed.
     """
+    check_table(page_indices, len(k))
     return dispatch.call(
         "demote",
         implementation,

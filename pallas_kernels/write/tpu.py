@@ -60,6 +60,7 @@ def write(
     """
     for pool, code in ((history.key, codes.key), (history.value, codes.value)):
         _check(pool, code, k, tiers)
+    tpu_pages.check_table(*page_indices.shape)
     pool = history.key.scale.shape[1]
     index, pages, sides = xla.encoded(k, v, pool, layer, positions, valid, page_indices, codes, tiers)
     pages = jnp.where((pages >= 0) & (pages < pool), pages, pool)

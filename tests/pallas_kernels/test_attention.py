@@ -287,5 +287,34 @@ def test_wrong_shapes_are_refused_by_name():
         call(state.q, state.k, state.v, state.plain, state.history, None)
     with pytest.raises(ValueError, match="calibrated on this model"):
         call(state.q, state.k, state.v, state.plain, state.history, codes_of(dataclasses.replace(BASE, kv_heads=1)))
+    for name, value, message in [
+        ("starts", jnp.zeros(1, jnp.int32), r"starts \(1,\), counts \(3,\): expected \[3\]"),
+        ("page_indices", state.arguments["page_indices"][:1], r"page_indices \(1, \d+\): expected \[3, pages"),
+        ("page_indices", jnp.zeros((3, 0), jnp.int32), "at least one page"),
+        ("sink_logits", jnp.zeros(3), r"sink_logits \(3,\): expected \[4\]"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call(state.q, state.k, state.v, state.plain, state.history, codes, **{name: value})
+    ring = {name: getattr(state.plain, name)[:, :, :4] for name in ("recent_k", "recent_v")}
+    with pytest.raises(ValueError, match="expected a ring of at least recent=8 places"):
+        call(state.q, state.k, state.v, dataclasses.replace(state.plain, **ring), state.history, codes)
     with pytest.raises(ValueError, match=r"softcap=0\.0"):
         AttentionSpec(1.0, softcap=0.0)
+
+
+def test_a_window_of_any_size_is_one_that_sees_everything():
+    codes = codes_of(BASE)
+    state = build(BASE, codes)
+    call = functools.partial(run, tiers=BASE.tiers, spec=BASE.spec, **state.arguments)
+    far, wide = (
+        call(state.q, state.k, state.v, state.plain, state.history, codes, window=jnp.int32(window))
+        for window in (2**31 - 1, 2**20)
+    )
+    np.testing.assert_array_equal(far, wide)
+
+
+def test_no_tokens_give_no_rows():
+    codes = codes_of(BASE)
+    state = build(BASE, codes)
+    call = functools.partial(attend, codes=codes, tiers=BASE.tiers, spec=BASE.spec, **state.arguments)
+    assert call(state.q[:, :0], state.k[:, :0], state.v[:, :0], state.plain, state.history).shape == (3, 0, 4, 64)

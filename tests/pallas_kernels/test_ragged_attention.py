@@ -1,6 +1,7 @@
 """Attention with the arguments of ragged paged attention equals the definition on every sequence."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +62,24 @@ def test_rows_past_max_q_len_are_nan():
     np.testing.assert_array_equal(np.isnan(found).any((1, 2)), fourth)
     want = np.concatenate(expected(CASE, state))
     np.testing.assert_allclose(found[:4], want[:4], atol=TOLERANCE * max(1, np.abs(want).max()))
+
+
+def test_lengths_that_cannot_be_are_nan():
+    """Lengths are not known when the call is traced, so nothing can be raised."""
+    codes = codes_of(CASE)
+    state = build(CASE, codes)
+    (q, k, v), options = ragged(CASE, state)
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def call(kv_lens, cu_q_lens):
+        static: dict[str, Any] = dict(max_q_len=4, tiers=CASE.tiers, spec=CASE.spec, implementation="xla", codes=codes)
+        arguments = options | dict(kv_lens=kv_lens, cu_q_lens=cu_q_lens)
+        return attend_ragged(q, k, v, state.plain, state.history, **arguments, **static)
+
+    found = call(options["kv_lens"].at[2].set(3), options["cu_q_lens"])  # four new tokens of three
+    np.testing.assert_array_equal(np.isnan(found).any((1, 2))[:-SPARE], np.isin(np.arange(8), (1, 2, 3, 4)))
+    for wrong in ([1, 1, 1, 5, 8], [0, 2, 1, 5, 8]):
+        assert np.isnan(call(options["kv_lens"], jnp.asarray(wrong, jnp.int32))).all()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import codec, dispatch
+from pallas_kernels import codec, dispatch, tpu_pages
 from pallas_kernels.attention import tpu, xla
 from pallas_kernels.history import History, short_page
 from pallas_kernels.tiers import Tiers
@@ -145,6 +145,12 @@ def test_what_is_not_built_is_refused_by_name(changes, reason):
         state = dataclasses.replace(state, q=state.q.astype("float32"))
         with pytest.raises(NotImplementedError, match=reason):
             outputs(small, codes, state)
+
+
+def test_a_page_table_larger_than_scalar_memory_is_refused():
+    tpu_pages.check_table(248, 1024)
+    with pytest.raises(NotImplementedError, match="256 sequences of 1024 pages: at most 253952 entries fit"):
+        tpu_pages.check_table(256, 1024)
 
 
 def test_a_history_of_another_layout_is_refused():

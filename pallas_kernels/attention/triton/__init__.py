@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.attention.api import AttentionSpec, PlainTiers
+from pallas_kernels.attention.api import UNLIMITED, AttentionSpec, PlainTiers
 from pallas_kernels.attention.triton import ops
 from pallas_kernels.attention.triton.begin import MAX_TOKENS, begin
 from pallas_kernels.attention.triton.finish import MERGE, finish, merge
@@ -38,7 +38,6 @@ WAVE = 132  # multiprocessors of an H200, to choose spans by
 WARPS, WARPS_OF_MANY_ROWS = 12, 8  # of `attend_history` on one of them, with four query rows and with more
 LATENT, OVERHEAD = 7.7, 1.5
 MULTIPROCESSORS = 96  # to share out smaller launches; an H100 has up to 132, an A100 108
-UNLIMITED = np.iinfo(np.int32).max // 2
 
 
 def unavailable() -> str | None:
