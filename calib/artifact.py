@@ -21,6 +21,7 @@ import os
 import platform
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -206,7 +207,7 @@ def save(path: str | os.PathLike[str], codes: TransformCodes, manifest: Manifest
             )
     # Orbax and TensorStore report a failed write as OSError, ValueError or their own classes, by version.
     except Exception as error:
-        _discard_unfinished(path)
+        _discard_late(path)
         if not existed and path.is_dir() and not any(path.iterdir()):
             path.rmdir()
         reason = _reason(error)
@@ -454,6 +455,17 @@ def _require_space(path: Path, array_bytes: int) -> None:
 def _discard_unfinished(path: Path) -> None:
     for leftover in path.glob(f"*{UNFINISHED}*"):
         shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _discard_late(path: Path) -> None:
+    """After a failed write, whose neighbours may be under way still and make their directories anew."""
+    quiet = 0
+    for _ in range(100):
+        quiet = 0 if any(path.glob(f"*{UNFINISHED}*")) else quiet + 1
+        if quiet == 3:
+            return
+        _discard_unfinished(path)
+        time.sleep(0.02)
 
 
 def package_versions() -> dict[str, str]:
