@@ -96,12 +96,3 @@ def run(args: argparse.Namespace, model: LoadedModel, text: corpus.TokenText) ->
     bits = f"{plan.bits_per_element:.3f} bits an element of history"
     print(f"  {bits}; no cache takes this yet, `evaluate --one-pass` does")
     return 0
-    print(f"calibrated {model.identity.model_id} on {text.description} in {report['seconds']:.0f} s")
-    for size in dict.fromkeys(plan.slots):
-        layers = [layer for layer, each in enumerate(plan.slots) if each == size]
-        name = "plain" if size is None else f"{size} slots"
-        print(f"  {name}: {len(layers)} layers ({', '.join(map(str, layers))})")
-    print(
-        f"  {plan.bits_per_element:.3f} bits an element of history; no cache takes this yet, `evaluate --one-pass` does"
-    )
-    return 0

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.history import History
+from pallas_kernels.storage import loaded
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
 
@@ -224,6 +225,19 @@ def check_table(page_indices, batch: int) -> None:
             f"page_indices {page_indices.shape}: expected [{batch}, pages of a sequence], a row for each sequence and "
             "at least one page."
         )
+
+
+def check_dtypes(q: jax.Array, plain: PlainTiers) -> None:
+    """Raises NotImplementedError for dtypes of queries or plain tokens that no fused kernel takes."""
+    plain_dtype = loaded(jnp.zeros((), plain.recent_k.dtype)).dtype
+    for name, dtype in (("queries", q.dtype), ("plain tokens", plain_dtype)):
+        if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+            raise NotImplementedError(f"{name} of {dtype}: float32, bfloat16 and float16 are built")
+
+
+def window_limit(window: jax.Array | None) -> jax.Array:
+    """int32 `[1]` of a sliding window, `UNLIMITED` without one."""
+    return jnp.asarray(UNLIMITED if window is None else window, jnp.int32).reshape(1)
 
 
 def softmax_dtype(q: jax.Array) -> jnp.dtype:

@@ -32,7 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import codec, tpu_pages
-from pallas_kernels.attention.api import UNLIMITED, AttentionSpec, PlainTiers, ring_positions
+from pallas_kernels.attention.api import AttentionSpec, PlainTiers, check_dtypes, ring_positions, window_limit
 from pallas_kernels.history import LANES, History, short_page, turn_factors
 from pallas_kernels.storage import loaded
 from pallas_kernels.tiers import Tiers
@@ -189,7 +189,7 @@ def attend(
     bounds = jnp.stack([jnp.pad(positions, padding, constant_values=-1), jnp.pad(ends, padding)], axis=1)[..., None]
 
     # Scalars: where history ends, and the first step that a query can see.
-    layer, limit = (jnp.asarray(x, jnp.int32).reshape(1) for x in (layer, UNLIMITED if window is None else window))
+    layer, limit = jnp.asarray(layer, jnp.int32).reshape(1), window_limit(window)
     stored = jnp.maximum(tiers.history_end(starts + counts - 1) - tiers.sink, 0)
     stored = jnp.minimum(stored, page_indices.shape[1] * tiers.page)  # what lies past the table belongs to others
     first = jnp.zeros_like(starts) if window is None else jnp.maximum(starts - limit + 1 - tiers.sink, 0) // plan.step
@@ -234,10 +234,7 @@ def field_order(slots: int) -> np.ndarray:
 
 def _check(q, k, plain, history, codes, tiers) -> None:
     dim, tokens, rows = q.shape[3], q.shape[1], q.shape[1] * (q.shape[2] // k.shape[2])
-    plain_dtype = loaded(jnp.zeros((), plain.recent_k.dtype)).dtype
-    for name, dtype in (("queries", q.dtype), ("plain tokens", plain_dtype)):
-        if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-            raise NotImplementedError(f"{name} of {dtype}: float32, bfloat16 and float16 are built")
+    check_dtypes(q, plain)
     if dim not in HEAD_DIMS:
         raise NotImplementedError(f"head size {dim}: {', '.join(map(str, HEAD_DIMS))} are built")
     if (codes.key.slots, codes.value.slots) != (dim, dim):

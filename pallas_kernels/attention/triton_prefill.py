@@ -29,8 +29,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import codec
-from pallas_kernels.attention.api import UNLIMITED, AttentionSpec, PlainTiers
-from pallas_kernels.attention.triton import MAX_HEAD_DIM, ops
+from pallas_kernels.attention.api import UNLIMITED, AttentionSpec, PlainTiers, window_limit
+from pallas_kernels.attention.triton import ops
 from pallas_kernels.history import History, turn_factors
 from pallas_kernels.storage import loaded
 from pallas_kernels.tiers import Tiers
@@ -158,7 +158,7 @@ def attend(
     key, value = codes.key.layer(layer), codes.value.layer(layer)
     operands = _Operands(
         layer=jnp.asarray(layer, jnp.int32).reshape(1),
-        window=jnp.asarray(UNLIMITED if window is None else window, jnp.int32).reshape(1),
+        window=window_limit(window),
         starts=starts.astype(jnp.int32),
         counts=counts.astype(jnp.int32),
         table=page_indices.astype(jnp.int32),
@@ -183,19 +183,7 @@ def attend(
 def _plan(q, k, plain, history, page_indices, codes, tiers, spec, windowed, block, interpret) -> _Plan:
     _, tokens, heads, dim = q.shape
     page = tiers.page
-    plain_dtype = loaded(jnp.zeros((), plain.recent_k.dtype)).dtype
-    for name, dtype in (("queries", q.dtype), ("plain tokens", plain_dtype)):
-        if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-            raise NotImplementedError(f"{name} of {dtype}: float32, bfloat16 and float16 are built")
-    if dim > MAX_HEAD_DIM or max(codes.key.slots, codes.value.slots) > MAX_HEAD_DIM:
-        raise NotImplementedError(f"head size {dim}: at most {MAX_HEAD_DIM} is built")
-    if not (16 <= page <= 256 and page & (page - 1) == 0):
-        raise NotImplementedError(f"page={page}: 16, 32, 64, 128 and 256 are built")
-    if history.key.tokens_last or not history.value.tokens_last:
-        raise NotImplementedError("the history was laid out for another implementation")
-    if any(2**31 <= side.slots.size <= 2**32 for side in (history.key, history.value)):
-        # Pallas switches to 64-bit offsets at 2^32 bytes only, and 32-bit ones are signed.
-        raise NotImplementedError("a pool of 2 to 4 GiB of slots: smaller and larger ones are built")
+    ops.check(q, plain, history, codes, tiers)
     exact = q.dtype == jnp.float32
     if exact and max(dim, codes.key.slots, codes.value.slots) > MAX_EXACT_HEAD_DIM:
         raise NotImplementedError(f"float32 queries of head size {dim}: at most {MAX_EXACT_HEAD_DIM} is built")
@@ -205,14 +193,11 @@ def _plan(q, k, plain, history, page_indices, codes, tiers, spec, windowed, bloc
         raise NotImplementedError(f"bucket={codes.bucket}: multiples of 32 are built")
     total = pl.cdiv(page * page_indices.shape[1], tile)
     bucket = total if codes.bucket is None else codes.bucket // tile
-    rotary = None
-    if codes.bucket is not None and codes.rotary is not None:
-        rotary = (codes.rotary.rotary_dim, codes.rotary.pairing == "interleaved")
     return _Plan(
         block=block, tokens=tokens, groups=heads // k.shape[2], head_dim=dim, key_bytes=codes.key.slots // PLANES,
         value_bytes=codes.value.slots // PLANES, page=page, tile=tile, bucket=bucket, buckets=pl.cdiv(total, bucket),
-        ring=plain.recent_k.shape[2], tiers=tiers, spec=spec, windowed=windowed, exact=exact, rotary=rotary,
-        interpret=interpret,
+        ring=plain.recent_k.shape[2], tiers=tiers, spec=spec, windowed=windowed, exact=exact,
+        rotary=ops.rotary_of(codes), interpret=interpret,
     )  # fmt: skip
 
 

@@ -20,19 +20,17 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.attention.api import UNLIMITED, AttentionSpec, PlainTiers
+from pallas_kernels.attention.api import AttentionSpec, PlainTiers, window_limit
 from pallas_kernels.attention.triton import ops
 from pallas_kernels.attention.triton.begin import MAX_TOKENS, begin
 from pallas_kernels.attention.triton.finish import MERGE, finish, merge
 from pallas_kernels.attention.triton.history import attend_history, key_rows
 from pallas_kernels.history import History, turn_factors
-from pallas_kernels.storage import loaded
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
 
 TILE = 128
 MAX_ROWS = 8  # query rows of a program; 16 would need more registers than there are
-MAX_HEAD_DIM = 256
 PIECE = 32  # coordinates of a program of `finish` where there are few programs
 WAVE = 132  # multiprocessors of an H200, to choose spans by
 WARPS, WARPS_OF_MANY_ROWS = 12, 8  # of `attend_history` on one of them, with four query rows and with more
@@ -83,7 +81,6 @@ def attend(
     plan = _plan(q, k, plain, history, page_indices, codes, tiers, spec, window is not None, span, tile, interpret)
     batch, heads = q.shape[0], k.shape[2] * plan.row_blocks
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
-    limit = jnp.asarray(UNLIMITED if window is None else window, jnp.int32).reshape(1)
     launch = functools.partial(_launch, plan)
 
     partial = functools.partial(_partials, batch, heads, plan)
@@ -93,7 +90,7 @@ def attend(
     decode = (jnp.asarray(codes.key.decode) * planes[:, None]).astype(
         jnp.float32 if q.dtype == jnp.float32 else jnp.float16
     )
-    lengths = (layer, limit, starts.astype(jnp.int32), counts.astype(jnp.int32))
+    lengths = (layer, window_limit(window), starts.astype(jnp.int32), counts.astype(jnp.int32))
     plain_output, plain_sums, queries, numbers = launch(
         begin,
         (batch, heads, plan.query_blocks + plan.plain_splits),
@@ -159,21 +156,9 @@ def _partials(batch: int, heads: int, plan: ops.Plan, splits: int, width: int):
 def _plan(q, k, plain, history, page_indices, codes, tiers, spec, windowed, span, tile, interpret) -> ops.Plan:
     batch, tokens, heads, dim = q.shape
     kv_heads, page, ring = k.shape[2], tiers.page, plain.recent_k.shape[2]
-    plain_dtype = loaded(jnp.zeros((), plain.recent_k.dtype)).dtype
-    for name, dtype in (("queries", q.dtype), ("plain tokens", plain_dtype)):
-        if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-            raise NotImplementedError(f"{name} of {dtype}: float32, bfloat16 and float16 are built")
-    if dim > MAX_HEAD_DIM or max(codes.key.slots, codes.value.slots) > MAX_HEAD_DIM:
-        raise NotImplementedError(f"head size {dim}: at most {MAX_HEAD_DIM} is built")
+    ops.check(q, plain, history, codes, tiers)
     if tokens > MAX_TOKENS:
         raise NotImplementedError(f"{tokens} query tokens a call: at most {MAX_TOKENS} are built")
-    if not (16 <= page <= 256 and page & (page - 1) == 0):
-        raise NotImplementedError(f"page={page}: 16, 32, 64, 128 and 256 are built")
-    if history.key.tokens_last or not history.value.tokens_last:
-        raise NotImplementedError("the history was laid out for another implementation")
-    if any(2**31 <= side.slots.size <= 2**32 for side in (history.key, history.value)):
-        # Pallas switches to 64-bit offsets at 2^32 bytes only, and 32-bit ones are signed.
-        raise NotImplementedError("a pool of 2 to 4 GiB of slots: smaller and larger ones are built")
     capacity = page * page_indices.shape[1]
     tile = tile if codes.bucket is None else math.gcd(tile, codes.bucket)
     if tile < 32:
@@ -187,15 +172,12 @@ def _plan(q, k, plain, history, page_indices, codes, tiers, spec, windowed, span
     row_blocks = pl.cdiv(rows, block)
     span = _span(total, bucket, batch * kv_heads * row_blocks, block) if span is None else span
     buckets = pl.cdiv(total, bucket)
-    rotary = None
-    if codes.bucket is not None and codes.rotary is not None:
-        rotary = (codes.rotary.rotary_dim, codes.rotary.pairing == "interleaved")
     return ops.Plan(
         tokens=tokens, groups=heads // kv_heads, rows=block, row_blocks=row_blocks, head_dim=dim,
         key_bytes=codes.key.slots // ops.PLANES, value_bytes=codes.value.slots // ops.PLANES, page=page, tile=tile,
         span=span, bucket=bucket, buckets=buckets, splits=pl.cdiv(total, span), ring=ring, tiers=tiers,
         spec=spec, windowed=windowed, key_offset=codes.key.has_offset, value_offset=codes.value.has_offset,
-        rotary=rotary, interpret=interpret,
+        rotary=ops.rotary_of(codes), interpret=interpret,
     )  # fmt: skip
 
 

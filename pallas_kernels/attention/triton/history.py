@@ -81,6 +81,7 @@ def attend_history(
     layer, start, count = layer_ref[0], starts_ref[batch], counts_ref[batch]
     tile, sink = plan.tile, plan.tiers.sink
     rows = ops.rows_of(plan, block, ops.iota(plan.rows))
+    bias = ops.BYTES_BIAS if plan.by_rows else 0  # of probabilities as fixed point
 
     def end_of(position):  # in history, not in the sequence
         return ops.history_end(plan, start, count, position) - sink
@@ -176,14 +177,13 @@ def attend_history(
             total.append(x)
             if value_offset is not None:
                 biased.append(select(x * value_offset[i]))
-            whole.append(ops.rounded(plan, x, select(value_scale[i]), ops.BYTES_BIAS if plan.by_rows else 0))
+            whole.append(ops.rounded(plan, x, select(value_scale[i]), bias))
 
         def added(old, parts, bits=0):
             new = form.over_tokens(functools.partial(jnp.sum, dtype=parts[0].dtype), functools.reduce(jnp.add, parts))
             new = (new - ops.wrapped(bits)).astype(jnp.float32) if bits else new
             return ops.fma(plan, new, softmax.unit, old * softmax.rescale)
 
-        bias = ops.MAGIC_BITS + (ops.BYTES_BIAS if plan.by_rows else 0)
         weights, values = form.weights(whole), read_values(at)
         carried = softmax.rescale[None, :], (-ops.MAGIC * unit)[None, :]
 
@@ -194,7 +194,7 @@ def attend_history(
         return _State(
             maximum,
             added(state.total, total),
-            added(state.scales, whole, tile * bias),
+            added(state.scales, whole, tile * (ops.MAGIC_BITS + bias)),
             added(state.offsets, biased) if biased else state.offsets,
             state.poison + 0.0 * scales,
             tuple(mixed(i, x) for i, x in enumerate(state.planes)),

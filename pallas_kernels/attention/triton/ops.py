@@ -16,8 +16,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import codec
-from pallas_kernels.attention.api import AttentionSpec
+from pallas_kernels.attention.api import AttentionSpec, PlainTiers, check_dtypes
+from pallas_kernels.history import History
 from pallas_kernels.tiers import Tiers
+from pallas_kernels.transform_code import TransformCodes
 
 MASKED = -1e30  # finite, so that differences of two masked logits are zero and not NaN
 FULL = 32000.0  # largest fixed-point number: 16 bits with headroom for the borrow of the low byte
@@ -26,6 +28,7 @@ MAGIC = 1.5 * 2.0**23
 MAGIC_BITS = 0x4B400000
 BYTES_BIAS = 128
 PLAIN_SPAN = 96  # places of the ring that a program reads
+MAX_HEAD_DIM = 256
 QUERY_COLUMNS = 16  # transformed queries of a program
 LOG2E = math.log2(math.e)
 PLANES = codec.PLANES
@@ -98,6 +101,28 @@ class Plan:
     def logit_scale(self) -> float:
         """Factor on q: logits come out as powers of two, or in units of the soft-cap."""
         return self.spec.scale * (LOG2E if self.spec.softcap is None else 1 / self.spec.softcap)
+
+
+def check(q: jax.Array, plain: PlainTiers, history: History, codes: TransformCodes, tiers: Tiers) -> None:
+    """Raises NotImplementedError for what neither decode nor prefill attention takes."""
+    check_dtypes(q, plain)
+    dim, page = q.shape[3], tiers.page
+    if dim > MAX_HEAD_DIM or max(codes.key.slots, codes.value.slots) > MAX_HEAD_DIM:
+        raise NotImplementedError(f"head size {dim}: at most {MAX_HEAD_DIM} is built")
+    if not (16 <= page <= 256 and page & (page - 1) == 0):
+        raise NotImplementedError(f"page={page}: 16, 32, 64, 128 and 256 are built")
+    if history.key.tokens_last or not history.value.tokens_last:
+        raise NotImplementedError("the history was laid out for another implementation")
+    if any(2**31 <= side.slots.size <= 2**32 for side in (history.key, history.value)):
+        # Pallas switches to 64-bit offsets at 2^32 bytes only, and 32-bit ones are signed.
+        raise NotImplementedError("a pool of 2 to 4 GiB of slots: smaller and larger ones are built")
+
+
+def rotary_of(codes: TransformCodes) -> tuple[int, bool] | None:
+    """Rotated dimensions and whether neighbours are paired; None where queries are not turned to a bucket."""
+    if codes.bucket is None or codes.rotary is None:
+        return None
+    return codes.rotary.rotary_dim, codes.rotary.pairing == "interleaved"
 
 
 class Numbers(NamedTuple):
