@@ -152,11 +152,14 @@ def _run_all(implementation: Implementation, inputs: Sequence[cases.Case]) -> tu
             with warnings.catch_warnings():
                 # Thin statistics and a deprecation of Pallas: known, and no news of parity.
                 warnings.simplefilter("ignore")
-                outputs = operations[case.operation](case)
+                verdict = rules.judge(case, operations[case.operation](case), precision=precision)
         except NotImplementedError as error:
             skips.append(Skip(*place, str(error)))
             continue
-        rows.append(Row(*place, **dataclasses.asdict(rules.judge(case, outputs, precision=precision))))
+        except Exception as error:  # a crash fails its row, and the other rows still count
+            print(f"oscar-jax: {' '.join(place)}: {error!r}", file=sys.stderr)
+            verdict = rules.Verdict(math.inf, math.inf, None, False)
+        rows.append(Row(*place, **dataclasses.asdict(verdict)))
     absent = [name for name in cases.OPERATIONS if name not in operations]
     skips += [Skip(implementation.name, name, None, "not an operation of this implementation") for name in absent]
     return rows, skips

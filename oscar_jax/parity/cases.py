@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,18 +35,21 @@ def read(path: Path) -> Case:
         ValueError: not a file of this format; the path is named.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         meta = json.loads(str(arrays.pop("meta")))
-        version = meta["format"]
-    except (OSError, KeyError, ValueError) as error:
-        raise ValueError(f"{path}: not a vector file ({error}); make them with tests/vectors/generate.py.") from None
-    if version != FORMAT or meta["operation"] not in OPERATIONS:
-        raise ValueError(f"{path}: format {version}, operation {meta['operation']!r}; expected format {FORMAT}.")
-    for name in meta["bfloat16"]:
-        arrays[name] = arrays[name].view(np.dtype(jnp.bfloat16))
+        version, operation, name = meta["format"], meta["operation"], meta["case"]
+        for narrow in meta["bfloat16"]:
+            arrays[narrow] = arrays[narrow].view(np.dtype(jnp.bfloat16))
+    except (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{path}: not a vector file ({error!r}); make them with tests/vectors/generate.py.") from None
+    if version != FORMAT or operation not in OPERATIONS:
+        raise ValueError(
+            f"{path}: format {version}, operation {operation!r}; expected format {FORMAT} and one of "
+            f"{', '.join(OPERATIONS)}."
+        )
     sides = ({n.partition(".")[2]: x for n, x in arrays.items() if n.startswith(prefix)} for prefix in ("in.", "out."))
-    return Case(meta["operation"], meta["case"], meta, *sides)
+    return Case(operation, name, meta, *sides)
 
 
 def read_all(folder: Path) -> list[Case]:

@@ -19,16 +19,13 @@ from oscar_jax.parity.rules import Outputs
 from oscar_jax.step import cache_config, make_step
 from pallas_kernels import codec
 from pallas_kernels.attention import AttentionSpec, PlainTiers
-from pallas_kernels.history import History, SidePages
+from pallas_kernels.history import History, SidePages, init_history, short_page
 from pallas_kernels.rope import Rotary
 from pallas_kernels.storage import loaded, stored
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCode, TransformCodes
 
 Operation = Callable[[Case], Outputs]
-
-# Page order of keys and values that each backend wants.
-TOKENS_LAST = {"xla": (False, False), "triton": (False, True), "tpu": (True, True)}
 
 
 def xla_operations() -> dict[str, Operation]:
@@ -64,7 +61,7 @@ def pallas_operations(backend: str) -> dict[str, Operation]:
             continue
         kernel = functools.partial(getattr(module, function), interpret=interpret)
         keyword = "kernel" if operation == "attention" else "write"
-        options: dict[str, Any] = {keyword: kernel, "tokens_last": TOKENS_LAST[backend]}
+        options: dict[str, Any] = {keyword: kernel, "backend": backend}
         if operation == "attention":
             options["interpret"] = interpret
         operations[operation] = functools.partial(build, **options)
@@ -107,21 +104,16 @@ def rotations(case: Case) -> Outputs:
     return outputs | {"hadamard": linalg.hadamard(dim), "bit_reversal": linalg.bit_reversal(dim)}
 
 
-def demotion(case: Case, *, write: Callable, tokens_last: tuple[bool, bool] = TOKENS_LAST["xla"]) -> Outputs:
+def demotion(case: Case, *, write: Callable, backend: str = "xla") -> Outputs:
     """History ends, or pages after a write."""
     if "positions" in case.inputs:
-        if any(tokens_last):
+        if backend != "xla":
             raise NotImplementedError("tier boundaries are the same function in every kernel")
         positions = jnp.asarray(case.inputs["positions"])
         return {"history_end": np.stack([Tiers(*size).history_end(positions) for size in case.meta["tiers"]])}
     codes, tiers = _codes(case), Tiers(*case.meta["tiers"])
     pool = case.meta["pool"]
-    history = History(
-        *(
-            _empty(code, pool, tiers.page, last)
-            for code, last in zip((codes.key, codes.value), tokens_last, strict=True)
-        )
-    )
+    history = _laid_out(init_history(codes, pages=pool, page=tiers.page), backend)
     rows = len(case.inputs["k"])
     run = _compiled(functools.partial(write, tiers=tiers))
     history = run(
@@ -137,15 +129,12 @@ def demotion(case: Case, *, write: Callable, tokens_last: tuple[bool, bool] = TO
     return _page_arrays(history)
 
 
-def attend(
-    case: Case, *, kernel: Callable, tokens_last: tuple[bool, bool] = TOKENS_LAST["xla"], interpret: bool = False
-) -> Outputs:
+def attend(case: Case, *, kernel: Callable, backend: str = "xla", interpret: bool = False) -> Outputs:
     meta, arrays = case.meta, case.inputs
     if interpret and not meta["tiers"][0]:
         raise NotImplementedError("Pallas' interpreter takes no array without elements, and there are no sinks")
     codes, tiers = _codes(case), Tiers(*meta["tiers"])
-    sides = [_pages(case, side).laid_out(tokens_last=x) for side, x in zip(("key", "value"), tokens_last, strict=True)]
-    history = History(sides[0], sides[1])
+    history = _laid_out(History(_pages(case, "key"), _pages(case, "value")), backend)
     plain = [stored(jnp.asarray(arrays[tier][None])) for tier in ("sink_k", "sink_v", "recent_k", "recent_v")]
     sinks = arrays.get("sink_logits")
     run = _compiled(functools.partial(kernel, tiers=tiers, spec=AttentionSpec(meta["scale"], meta["softcap"])))
@@ -282,11 +271,17 @@ def _pages(case: Case, side: str) -> SidePages:
     return SidePages(jnp.asarray(pools["slots"][None]), scale, offset)  # type: ignore[arg-type]
 
 
-def _empty(code: TransformCode, pool: int, page: int, tokens_last: bool) -> SidePages:
-    rows = (1, pool, code.kv_heads, page)
-    scale = jnp.zeros(rows, jnp.float16)
-    empty = SidePages(jnp.zeros((*rows, code.slots // 4), jnp.uint8), scale, scale if code.has_offset else None)
-    return empty.laid_out(tokens_last=tokens_last)
+def _laid_out(history: History, backend: str) -> History:
+    """The same pages in the layout that the kernels of a backend take."""
+
+    def for_tpu(side: SidePages) -> SidePages:
+        kv_heads, page = side.scale.shape[2:]
+        short = short_page(codec.PLANES * side.slots.shape[-1], page, kv_heads)
+        return side.as_words() if short else side.laid_out(tokens_last=True)
+
+    if backend == "tpu":
+        return History(for_tpu(history.key), for_tpu(history.value))
+    return History(history.key, history.value.laid_out(tokens_last=backend == "triton"))
 
 
 def _page_arrays(history: History) -> Outputs:

@@ -1,5 +1,6 @@
 """`oscar-jax parity`: what it compares, what it prints, and that a wrong implementation fails."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -36,14 +37,26 @@ def test_json_has_a_verdict_for_every_row_and_a_reason_for_what_did_not_run(caps
 
 def test_xla_and_interpreted_pallas_agree_on_some_vectors():
     """The whole matrix takes minutes: this is one file of each operation."""
-    names = ("packing-every-byte", "codec-levels-d-64", "demotion-pages-default", "attention-decode")
-    rows, skips = parity.compare([read(name) for name in names], seeds=0, only=("xla", "pallas-triton"))
+    names = ("packing-every-byte", "codec-levels-d-64", "demotion-pages-default", "attention-decode-reference-codes")
+    rows, skips = parity.compare([read(name) for name in names], seeds=0, only=("xla", "pallas-triton", "pallas-tpu"))
     assert [row for row in rows if not row.passed] == []
     ran = {(row.implementation, row.operation) for row in rows}
     assert ("xla", "codec") in ran
-    assert ("pallas-triton", "attention") in ran
-    assert ("pallas-triton", "demotion") in ran
-    assert not [skip for skip in skips if skip.implementation == "xla" and skip.case]
+    assert {(f"pallas-{kind}", name) for kind in ("triton", "tpu") for name in ("attention", "demotion")} <= ran
+    assert not [skip for skip in skips if skip.case]
+
+
+def test_an_implementation_that_crashes_fails_its_row_and_the_others_are_judged(capsys):
+    case, good = read("codec-naive-d-64"), read("packing-every-byte")
+    bad = dataclasses.replace(case, inputs={name: x for name, x in case.inputs.items() if name != "x"})
+    rows, _ = parity.compare([bad, good], seeds=0, only=("torch",))
+    assert [(row.operation, row.passed) for row in rows] == [("codec", False), ("packing", True)]
+    assert "torch codec naive, D=64: KeyError('x')" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["packing-every-byte", "codec-naive-d-64", "rotations-d-64", "attention-decode"])
+def test_no_output_is_no_agreement(name):
+    assert not rules.judge(read(name), {}).passed
 
 
 def test_the_table_shows_the_matrix_every_row_and_reasons(capsys):

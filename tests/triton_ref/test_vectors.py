@@ -115,7 +115,7 @@ def test_attention_inputs_are_poisoned_where_nothing_is_stored():
 
 
 def test_a_fresh_run_of_the_generator_says_the_same(tmp_path):
-    """Up to what another machine's linear algebra may round differently: one file of each operation."""
+    """One file of each operation, up to what other instructions and threads round differently; alone it gives the bits."""
     pytest.importorskip("torch", reason="the generator is PyTorch")
     spec = importlib.util.spec_from_file_location("generate_vectors", FOLDER / "generate.py")
     assert spec is not None
@@ -132,17 +132,23 @@ def test_a_fresh_run_of_the_generator_says_the_same(tmp_path):
             for name in old.files:
                 if name == "meta":
                     assert json.loads(str(new[name])).keys() == json.loads(str(old[name])).keys()
-                elif old[name].dtype.kind == "f" and case.operation not in ("attention", "calibration"):
-                    np.testing.assert_allclose(new[name], old[name], rtol=2e-3, atol=2e-3)
+                elif old[name].dtype.kind == "f":
+                    largest = np.abs(old[name][np.isfinite(old[name])]).max(initial=0)
+                    rounding = 1e-3 if old[name].dtype == np.float16 else 1e-6
+                    np.testing.assert_allclose(new[name], old[name], rtol=rounding, atol=rounding * largest)
                 else:
                     assert new[name].shape == old[name].shape
+                    assert (new[name] != old[name]).sum() <= 1  # a near-tie
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"no archive", "not a vector file"),
+        (b"", "not a vector file"),
+        ((FOLDER / "packing-every-byte.npz").read_bytes()[:600], "not a vector file"),
         ({"x": np.zeros(1)}, "not a vector file"),
+        ({"meta": np.array('{"format": 1}')}, "not a vector file"),
         ({"meta": np.array('{"format": 2, "operation": "codec", "case": "x", "bfloat16": []}')}, "format 2"),
     ],
 )

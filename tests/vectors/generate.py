@@ -1,5 +1,6 @@
-"""Writes the test vectors: `python tests/vectors/generate.py [FOLDER]`. Seeds are fixed; needs PyTorch and numpy.
+"""Writes the test vectors: `python tests/vectors/generate.py [FOLDER]`. Needs PyTorch and numpy.
 
+Seeds, threads and instructions are fixed, so that PyTorch 2.13 on an x86-64 CPU with AVX2 writes the committed bits.
 `README.md` beside this file describes the format, `check.py` reads it without PyTorch.
 """
 
@@ -8,12 +9,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+
+# Read when PyTorch is imported: other instructions sum in another order.
+os.environ |= {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -89,6 +94,7 @@ def file_name(case: Case) -> str:
 
 
 def main(folder: Path) -> None:
+    torch.set_num_threads(2)
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.npz"):
         old.unlink()
