@@ -34,8 +34,10 @@ class Sampling:
     def __post_init__(self):
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
             raise ValueError(f"temperature={self.temperature}: expected a finite number of at least 0 (0 is greedy).")
-        if not isinstance(self.top_k, int) or self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k!r}: expected a whole number of at least 0 (0 keeps all tokens).")
+        if not isinstance(self.top_k, int) or not 0 <= self.top_k < 2**31:
+            raise ValueError(
+                f"top_k={self.top_k!r}: expected a whole number from 0 to {2**31 - 1} (0 keeps all tokens)."
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}: expected above 0 and at most 1 (1 keeps all tokens).")
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:

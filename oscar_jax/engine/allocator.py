@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from oscar_jax.engine.pool import OutOfPages, Pool
 from oscar_jax.engine.prefix_tree import Hash, PrefixTree, Tail
+from oscar_jax.engine.request import token_ids
 
 if TYPE_CHECKING:  # that module imports jax
     from pallas_kernels.tiers import Tiers
@@ -90,7 +91,13 @@ class Allocator:
             take_back: most tokens that are taken back. The device must be able to take back one more (it can with
                 `step_tokens = take_back + 2`): the same prompt hits its own end, and feeds its last token again.
             chain: hash of blocks; another one is of use to tests only.
+
+        Raises:
+            ValueError: a negative count.
         """
+        for name, count in (("pages", pages), ("tails", tails), ("take_back", take_back)):
+            if count < 0:
+                raise ValueError(f"{name}={count}: expected at least 0.")
         self.tiers = tiers
         self.pool = Pool(pages)
         self.tree = PrefixTree(self.pool, tiers, slots=tails, chain=chain)
@@ -135,9 +142,10 @@ class Allocator:
         """A new sequence that has as many of these tokens as a kept prefix gives, at least one fewer than all.
 
         Raises:
-            ValueError: no tokens.
+            ValueError: no tokens, or what is none.
         """
-        if not len(tokens):
+        tokens = token_ids("tokens", tokens)
+        if not tokens:
             raise ValueError("tokens is empty: expected the sequence's tokens, at least one.")
         tail = self.tree.match(tokens)
         length, pages = 0, []
@@ -165,10 +173,10 @@ class Allocator:
             Pages to copy, in order, before the tokens are fed: a page with other owners is never written.
 
         Raises:
-            ValueError: no such sequence.
+            ValueError: no such sequence, or tokens that are none.
             OutOfPages: fewer pages are available than `needed`.
         """
-        state = self._get(sequence)
+        state, tokens = self._get(sequence), token_ids("tokens", tokens)
         needed, copied = self._needed(state, len(tokens))
         if needed > self.available:
             raise OutOfPages(

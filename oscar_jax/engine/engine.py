@@ -16,6 +16,7 @@ from oscar_jax.engine.executor import JaxExecutor
 from oscar_jax.engine.request import Output, Request
 from oscar_jax.engine.scheduler import Scheduler, Shapes
 from oscar_jax.models.decoder import Decoder
+from oscar_jax.sampling import Sampling
 from oscar_jax.sharding import DATA
 from oscar_jax.step import cache_config
 from pallas_kernels.tiers import Tiers
@@ -117,6 +118,11 @@ class Engine:
         """
         if sum(size is not None for size in (pages, cache_bytes, memory_fraction)) > 1:
             raise ValueError("pages, cache_bytes, memory_fraction: expected at most one of them.")
+        if codes is None and (pages, cache_bytes, memory_fraction) != (None, None, None):
+            raise ValueError(
+                "pages, cache_bytes, memory_fraction with codes=None: a plain cache has no pages, expected none of "
+                "them; its bytes are those of `shapes.rows` sequences of max_length."
+            )
         if tails < 0:
             raise ValueError(f"tails={tails}: expected at least 0.")
         self.shapes = shapes = shapes or Shapes.of(8)
@@ -165,13 +171,16 @@ class Engine:
         """Adds a request and returns its id.
 
         Raises:
-            ValueError: it could outgrow `max_length`, or has a token that the model does not know.
+            ValueError: it could outgrow `max_length`, or has a token that the model does not know or a `sampling` that
+                is none.
         """
         bad = [token for token in request.prompt if not 0 <= token < self._vocabulary]
         if bad:
             raise ValueError(
                 f"prompt has token {bad[0]}: expected 0 to {self._vocabulary - 1}, the model's vocabulary."
             )
+        if not isinstance(request.sampling, Sampling | None):
+            raise ValueError(f"sampling={request.sampling!r:.60}: expected an oscar_jax.Sampling, or None for greedy.")
         return self._scheduler.submit(request)
 
     def cancel(self, request: int) -> bool:
@@ -179,12 +188,27 @@ class Engine:
         return self._scheduler.cancel(request)
 
     def step(self) -> list[Output]:
-        """Feeds every decoding sequence and some prompts, and returns the new tokens."""
+        """Feeds every decoding sequence and some prompts, and returns the new tokens.
+
+        Raises:
+            RuntimeError: an earlier step was interrupted.
+        """
         return self._scheduler.step()
 
     def complete(self, requests: Iterable[Request]) -> list[list[int]]:
-        """New tokens of each request, once all have ended; what else runs goes on and its outputs are dropped."""
-        tokens: dict[int, list[int]] = {self.submit(request): [] for request in requests}
+        """New tokens of each request, once all have ended; what else runs goes on and its outputs are dropped.
+
+        Raises:
+            ValueError: as `submit`, of any of them; then none of them runs.
+        """
+        tokens: dict[int, list[int]] = {}
+        try:
+            for request in requests:
+                tokens[self.submit(request)] = []
+        except Exception:
+            for number in tokens:
+                self.cancel(number)
+            raise
         left = set(tokens)
         while left:
             for output in self.step():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+import numbers
+import operator
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:  # that module imports jax
@@ -12,9 +14,21 @@ if TYPE_CHECKING:  # that module imports jax
 Finish = Literal["stop", "length", "cancelled"]
 
 
+def token_ids(name: str, tokens: Iterable[Any]) -> tuple[int, ...]:
+    """Token ids as Python's own whole numbers, which hash and compare alike wherever they came from.
+
+    Raises:
+        ValueError: anything else among them.
+    """
+    try:
+        return tuple(operator.index(token) for token in tokens)
+    except TypeError:
+        raise ValueError(f"{name}={tokens!r:.60}: expected token ids, whole numbers.") from None
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One prompt to be continued.
+    """One prompt to be continued. Its tokens are copied, so that the caller may go on using their list.
 
     Attributes:
         prompt: token ids.
@@ -24,7 +38,7 @@ class Request:
         stop_sequences: so does the first of these runs of new tokens.
 
     Raises:
-        ValueError: an empty prompt or stop sequence, or `max_tokens` below 1.
+        ValueError: an empty prompt or stop sequence, tokens that are no whole numbers, or `max_tokens` below 1.
     """
 
     prompt: Sequence[int]
@@ -34,18 +48,25 @@ class Request:
     stop_sequences: Sequence[Sequence[int]] = ()
 
     def __post_init__(self):
-        if not len(self.prompt):
+        copies = {
+            "prompt": token_ids("prompt", self.prompt),
+            "stop_tokens": frozenset(token_ids("stop_tokens", self.stop_tokens)),
+            "stop_sequences": tuple(token_ids("stop_sequences", stop) for stop in self.stop_sequences),
+        }
+        for name, copy in copies.items():
+            object.__setattr__(self, name, copy)
+        if not self.prompt:
             raise ValueError("prompt is empty: expected at least one token.")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens}: expected at least 1.")
-        if not all(len(stop) for stop in self.stop_sequences):
+        if not isinstance(self.max_tokens, numbers.Integral) or self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens!r}: expected at least 1, a whole number.")
+        if not all(self.stop_sequences):
             raise ValueError("stop_sequences has an empty one: expected at least one token in each.")
 
     def finish(self, generated: Sequence[int]) -> Finish | None:
         """Why it ends with the last of these tokens, or None if it goes on."""
         if generated[-1] in self.stop_tokens:
             return "stop"
-        if any(list(generated[-len(stop) :]) == list(stop) for stop in self.stop_sequences):
+        if any(tuple(generated[-len(stop) :]) == stop for stop in self.stop_sequences):
             return "stop"
         return "length" if len(generated) >= self.max_tokens else None
 

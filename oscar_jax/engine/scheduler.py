@@ -185,6 +185,7 @@ class Scheduler:
             list(range(part * shapes.rows, (part + 1) * shapes.rows)) for part in range(len(self._allocators))
         ]
         self._cancelled: list[Output] = []
+        self._stepping = False
 
     @property
     def idle(self) -> bool:
@@ -213,10 +214,10 @@ class Scheduler:
                 f"prompt of {len(request.prompt)} tokens and max_tokens={request.max_tokens}: expected at most "
                 f"max_length={self._max_length} together."
             )
+        drafter = None if self._drafter is None else self._drafter()
         number = self.counts.submitted
         self.counts.submitted += 1
         order = self.counts.steps * self._shapes.chunks[-1] + len(request.prompt)
-        drafter = None if self._drafter is None else self._drafter()
         progress = Progress(number, request, (order, number), list(request.prompt), drafter)
         heapq.heappush(self._waiting, (progress.priority, progress))
         return number
@@ -237,13 +238,24 @@ class Scheduler:
         return True
 
     def step(self) -> list[Output]:
-        """Takes waiting requests in, feeds every decoding sequence and some prompts, and returns what came out."""
+        """Takes waiting requests in, feeds every decoding sequence and some prompts, and returns what came out.
+
+        Raises:
+            RuntimeError: an earlier step was interrupted, after which nobody knows what the device holds.
+        """
+        if self._stepping:
+            raise RuntimeError(
+                "an earlier step has not ended (an error, an interrupt, or a call from within it): expected a new "
+                "engine, and what had not ended submitted again with the tokens it has."
+            )
+        self._stepping = True
         outputs, self._cancelled = self._cancelled, []
         self._admit()
         for call, parts in self._plan():
             for progress, drawn in zip(parts, self._executor.run(call), strict=True):
                 outputs += self._store(progress, drawn)
         self.counts.steps += 1
+        self._stepping = False
         return outputs
 
     def _admit(self) -> None:
@@ -326,7 +338,7 @@ class Scheduler:
         most = min(self._shapes.drafts, progress.request.max_tokens - generated - 1)
         if progress.drafter is None or not generated or most < 1:
             return progress.tokens[stored:]
-        drafts = progress.drafter.propose(progress.tokens, most)[:most]
+        drafts = [int(token) for token in progress.drafter.propose(progress.tokens, most)[:most]]
         self.counts.drafted += len(drafts)
         return progress.tokens[stored:] + drafts
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -170,6 +171,7 @@ def test_equal_hashes_of_different_tokens_are_not_a_hit():
 def test_refusals_change_nothing_and_say_why():
     allocator = new(pages=3, take_back=3)
     begun, _ = fed(allocator, PROMPT[:10])
+    odd: list[Any] = [1, 2.5]
     before = (allocator.tokens(begun.sequence), allocator.pages(begun.sequence), allocator.available)
     for call, error, message in (
         (lambda: allocator.grow(begun.sequence, [1] * 40), OutOfPages, r"40 more tokens need 10 pages, .* the 2 avail"),
@@ -177,6 +179,8 @@ def test_refusals_change_nothing_and_say_why():
         (lambda: allocator.take_back(begun.sequence, -1), ValueError, r"count=-1: expected 0 to 3"),
         (lambda: allocator.end(77), ValueError, r"sequence 77: expected one that has begun"),
         (lambda: allocator.begin([]), ValueError, r"tokens is empty"),
+        (lambda: allocator.begin(odd), ValueError, r"tokens=\[1, 2.5\]: expected token ids, whole numbers"),
+        (lambda: allocator.grow(begun.sequence, odd), ValueError, r"tokens=\[1, 2.5\]: expected token ids"),
     ):
         with pytest.raises(error, match=message):
             call()
@@ -187,6 +191,9 @@ def test_refusals_change_nothing_and_say_why():
     allocator.end(begun.sequence)
     with pytest.raises(ValueError, match=rf"sequence {begun.sequence}: expected"):
         allocator.end(begun.sequence)
+    for name in ("pages", "tails", "take_back"):
+        with pytest.raises(ValueError, match=rf"{name}=-1: expected at least 0"):
+            new(**{name: -1})
 
 
 def test_the_checker_sees_each_kind_of_damage():

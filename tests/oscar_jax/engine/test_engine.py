@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -102,6 +103,21 @@ def test_a_mixed_batch_equals_each_request_alone_and_compiles_nothing(engine, al
     assert got[: len(wanted)] == [alone(request) for request in wanted]
 
 
+def test_what_lay_in_memory_before_and_absurd_guesses_change_no_token(engine, decoder):
+    class Absurd:
+        def propose(self, tokens, count):
+            return [-1, 10**6][:count]
+
+    poisoned = Engine(decoder, codes(), pages=PAGES, tails=3, tail_every=32, drafter=Absurd, **OPTIONS)
+    device = poisoned._executor
+    device.plain, device.tails, device.history = jax.tree.map(
+        lambda x: jnp.full_like(x, np.nan if jnp.issubdtype(x.dtype, jnp.floating) else -1),
+        (device.plain, device.tails, device.history),
+    )
+    assert poisoned.complete(requests()) == engine.complete(requests())
+    assert poisoned.stats().drafted
+
+
 def test_a_draft_model_is_believed_where_it_is_right_and_changes_no_token(engine, decoder):
     """The model itself knows its greedy tokens and not its sampled ones. Its programs are those of `alone`."""
     drafter = draft_model(
@@ -163,6 +179,14 @@ def test_wrong_requests_and_sizes_are_named(engine, decoder):
             Engine(decoder, codes(), memory_fraction=0.5, **OPTIONS)
     with pytest.raises(ValueError, match=r"tails=-1"):
         Engine(decoder, codes(), tails=-1, **OPTIONS)
+    with pytest.raises(ValueError, match=r"sampling=0.5: expected an oscar_jax.Sampling, or None"):
+        engine.submit(Request([1], sampling=0.5))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"codes=None: a plain cache has no pages"):
+        Engine(decoder, pages=20, **OPTIONS)
+    with pytest.raises(ValueError, match=r"prompt has token 96"):
+        engine.complete([Request([1], max_tokens=3), Request([96])])
+    assert [output.finish for output in engine.step()] == ["cancelled"]
+    assert engine.idle
     number = engine.submit(Request([1], max_tokens=3))
     with pytest.raises(ValueError, match=r"warm_up while requests run"):
         engine.warm_up()

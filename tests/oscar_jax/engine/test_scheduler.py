@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
+import numpy as np
 import pytest
 
 from oscar_jax.engine.allocator import Allocator
@@ -92,6 +94,74 @@ def test_sequences_that_need_no_pages_run_together():
     bench.step()
     bench.step()
     assert bench.scheduler.running == 4
+
+
+@pytest.mark.parametrize("drafter", [None, PromptLookup])
+def test_prefixes_of_every_length_are_hit_up_to_every_other(drafter):
+    """Sinks, the first full window, groups and pages all end somewhere below 34 tokens."""
+    text = [random.Random(3).randrange(5) for _ in range(40)]
+    for kept in range(1, 30):
+        for asked in range(1, 34):
+            bench = Bench(tails=4, drafter=drafter, tail_every=16)
+            parting = [*text[: min(kept, asked)], 4, 4, 4]
+            for prompt in (text[:kept], text[:asked], parting):
+                number = bench.scheduler.submit(request := Request(prompt, max_tokens=3))
+                bench.run()
+                assert bench.tokens(number) == alone(request)
+
+
+def test_a_stop_token_ends_a_request_at_once_whatever_was_drafted():
+    prompt = [1, 2, 3] * 5
+    first = alone(Request(prompt, max_tokens=12))
+    for token in first:
+        bench = Bench(drafter=PromptLookup)
+        request = Request(prompt, max_tokens=12, stop_tokens=[token], stop_sequences=[[9] * 40])
+        number = bench.scheduler.submit(request)
+        bench.run()
+        assert bench.tokens(number) == first[: first.index(token) + 1]
+        assert bench.finish(number) == "stop"
+        again = bench.scheduler.submit(Request([*prompt, *bench.tokens(number)], max_tokens=3))
+        bench.run()
+        assert bench.tokens(again) == alone(Request([*prompt, *bench.tokens(number)], max_tokens=3))
+
+
+def test_a_request_has_tokens_of_its_own_of_whatever_kind_they_came():
+    prompt = [1, 2, 3, 1, 2]
+    bench = Bench(drafter=PromptLookup)
+    kinds: list[Any] = [prompt, np.array(prompt)]
+    numbers = [bench.scheduler.submit(Request(tokens, max_tokens=6)) for tokens in kinds]
+    expected = alone(Request(prompt, max_tokens=6))
+    bench.step()
+    prompt.append(4)  # as a chat does with its list
+    bench.run()
+    assert [bench.tokens(number) for number in numbers] == [expected] * 2
+
+
+def test_guesses_of_any_kind_cost_no_token():
+    class Odd:
+        def propose(self, tokens, count):
+            return np.array([4] * (count + 3))
+
+    request = Request([1, 2, 3], max_tokens=9)
+    bench = Bench(drafter=Odd)
+    number = bench.scheduler.submit(request)
+    bench.run()
+    assert bench.tokens(number) == alone(request)
+
+
+def test_after_an_interrupted_step_nothing_wrong_is_given_out():
+    class Failing:
+        def propose(self, tokens, count):
+            raise KeyboardInterrupt
+
+    bench = Bench(drafter=Failing)
+    for n in range(2):
+        bench.scheduler.submit(Request([n] * 3, max_tokens=5))
+    bench.step()
+    with pytest.raises(KeyboardInterrupt):
+        bench.step()
+    with pytest.raises(RuntimeError, match=r"an earlier step has not ended .* expected a new engine"):
+        bench.step()
 
 
 def test_decoding_gives_a_token_every_step_under_a_flood_of_long_prompts():
@@ -187,8 +257,14 @@ def test_wrong_requests_and_settings_are_named():
         bench.scheduler.submit(Request([1] * 60, max_tokens=5))
     with pytest.raises(ValueError, match=r"prompt is empty"):
         Request([])
-    with pytest.raises(ValueError, match=r"max_tokens=0: expected at least 1"):
-        Request([1], max_tokens=0)
+    for count in (0, 2.5, float("nan"), "3"):
+        with pytest.raises(ValueError, match=r"max_tokens=.*: expected at least 1, a whole number"):
+            Request([1], max_tokens=count)  # type: ignore[arg-type]
+    for prompt in ([1, 2.0], "text", [[1, 2]], 7):
+        with pytest.raises(ValueError, match=r"prompt=.*: expected token ids, whole numbers"):
+            Request(prompt)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"stop_tokens=.*: expected token ids"):
+        Request([1], stop_tokens=["end"])  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"stop_sequences has an empty one"):
         Request([1], stop_sequences=[()])
     with pytest.raises(ValueError, match=r"pages=14: a sequence of max_length=64 needs 15"):
