@@ -30,6 +30,7 @@ TIERS = Tiers(sink=8, recent=32, group=8, page=32)
 BUCKET = 256
 LONGEST = 600
 PAGES = 34  # one sequence of the whole context needs 32
+ROW_PAGES = 1.5  # of more rows, so that several run at once and pages still run out
 TIE = 1e-4
 COUNTS = ("requests", "mismatches", "ties", "leaked_pages", "preemptions", "cancelled", "prefix_hits")
 CONFIG = tiny_config(head_dim=64, hidden_size=128, vocab_size=256, max_position=1024)
@@ -48,19 +49,21 @@ def soak(
     Returns:
         `requests`, `mismatches`, `ties` (first differences where the two best logits are closer than 1e-4),
         `leaked_pages`, `preemptions`, `cancelled`, `prefix_hits`, `compilations` after the warm-up, `memory_growth`
-        (bytes by which the process's peak rose in the second half of the requests), `minutes`.
+        (bytes by which the process's peak rose in the second half of the requests), `most_at_once` and `mean_at_once`
+        (requests running after a step), `pages` of the pool (in each part), `minutes`.
     """
     began = time.perf_counter()
     decoder = random_decoder(CONFIG, seed=seed)
     codes = calibrated(decoder, seed=seed)
     shapes = Shapes(rows, (rows,), (2,), (64,), drafts=3)
     options: dict[str, Any] = {"max_length": 1024, "tiers": TIERS, "plain_dtype": "float32", "shapes": shapes}
-    engine = Engine(decoder, codes, pages=PAGES, tails=48, tail_every=128, mesh=mesh, **options)
+    pages = max(PAGES, int(ROW_PAGES * rows))
+    engine = Engine(decoder, codes, pages=pages, tails=48, tail_every=128, mesh=mesh, **options)
     engine.warm_up()
     compiled = compilations()
     rng = random.Random(seed)
     wanted = random_requests(rng, requests)
-    outputs, ended, growth = _together(engine, wanted, rng)
+    outputs, ended, growth, running = _together(engine, wanted, rng)
     stats = engine.stats()
     leaked = stats.tokens_in_use // TIERS.page
     solo = _alone(engine, wanted)
@@ -85,6 +88,9 @@ def soak(
         "prefix_hits": stats.prefix_hits,
         "compilations": compiled,
         "memory_growth": growth,
+        "most_at_once": max(running),
+        "mean_at_once": round(sum(running) / len(running), 1),
+        "pages": pages,
         "minutes": round((time.perf_counter() - began) / 60),
     }
 
@@ -124,10 +130,14 @@ def calibrated(decoder: Decoder, *, seed: int) -> TransformCodes:
         return fit.fit(sums, "default", rope=config.rotary, max_position=config.max_position)
 
 
-def _together(engine: Engine, wanted: list[Request], rng: random.Random) -> tuple[dict[int, list[int]], set[int], int]:
-    """Outputs by request, those that were not cancelled, and the rise of peak memory in the second half."""
+def _together(
+    engine: Engine, wanted: list[Request], rng: random.Random
+) -> tuple[dict[int, list[int]], set[int], int, list[int]]:
+    """Outputs by request, those that were not cancelled, the rise of peak memory in the second half, and how many
+    requests ran after each step."""
     outputs: dict[int, list[int]] = {}
     ended: set[int] = set()
+    running: list[int] = []
     halfway = 0
     while len(outputs) < len(wanted) or not engine.idle:
         while len(outputs) < len(wanted) and rng.random() < 0.6:
@@ -138,9 +148,10 @@ def _together(engine: Engine, wanted: list[Request], rng: random.Random) -> tupl
             outputs[output.request] += output.tokens
             if output.finish in ("stop", "length"):
                 ended.add(output.request)
+        running.append(engine.stats().running)
         if not halfway and 2 * len(outputs) >= len(wanted):
             halfway = _peak()
-    return outputs, ended, _peak() - halfway
+    return outputs, ended, _peak() - halfway, running
 
 
 def _alone(engine: Engine, wanted: list[Request]) -> list[list[int]]:
