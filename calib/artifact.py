@@ -45,11 +45,15 @@ Placement = jax.sharding.Sharding | Callable[[str], jax.sharding.Sharding | None
 
 @dataclasses.dataclass(frozen=True)
 class ArrayRecord:
-    """What one stored array must be: shape, dtype name, and hex sha256 of its C-order little-endian bytes."""
+    """What one stored array must be: shape, dtype name, and hex sha256 of its C-order little-endian bytes.
+
+    `heads` are those of each KV head `[:, k]`, for processes that read some heads only; older artifacts have none.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     sha256: str
+    heads: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +151,10 @@ def _codes_record(tree: dict[str, Any]) -> CodesRecord:
     sides = {}
     for side in SIDES:
         arrays = {name: ArrayRecord(**record) for name, record in tree[side]["arrays"].items()}
-        arrays = {name: dataclasses.replace(record, shape=tuple(record.shape)) for name, record in arrays.items()}
+        arrays = {
+            name: dataclasses.replace(record, shape=tuple(record.shape), heads=tuple(record.heads))
+            for name, record in arrays.items()
+        }
         sides[side] = SideRecord(**(tree[side] | {"arrays": arrays}))
     rest = {name: value for name, value in tree.items() if name not in (*SIDES, "rotary")}
     return CodesRecord(rotary=_rotary(tree["rotary"]), **sides, **rest)
@@ -228,7 +235,7 @@ def load(
         sharding: where the arrays go, whatever they were saved from. None: the default device. A `Sharding`: all of
             them. A callable: the sharding of each leaf path ("key/mu", "value/decode", ...), or None again. One that
             spans processes must divide layers and heads alone; each process then reads, checks and holds its own
-            heads, and since none sees all bytes, their hashes are not compared.
+            heads, and compares their own hashes (not where layers are divided, nor of older artifacts).
 
     Raises:
         ValueError: one sentence naming the path, for a missing or incomplete artifact, another format version, another
@@ -318,17 +325,18 @@ def _restore(path: Path, step: int, record: CodesRecord) -> dict[str, dict[str, 
 def _restore_parts(path: Path, step: int, record: CodesRecord, sharding: jax.sharding.Sharding) -> TransformCodes:
     """The codes with each of this process's devices holding its heads, which were checked as those of `_restore` are.
 
-    Heads in errors count from the first of a device.
+    Heads in errors of a code count from the first of a device.
     """
     arrays = _read(path, step, record, lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding))
     sides = {}
     for side in SIDES:
         parts = []
         for device in sorted(sharding.addressable_devices, key=lambda device: device.id):
-            heads = {
-                name: np.asarray(next(shard.data for shard in array.addressable_shards if shard.device == device))
-                for name, array in arrays[side].items()
-            }
+            heads = {}
+            for name, array in arrays[side].items():
+                shard = next(shard for shard in array.addressable_shards if shard.device == device)
+                heads[name] = np.asarray(shard.data)
+                _require_heads(f"{side}/{name}", heads[name], shard.index[1], getattr(record, side).arrays[name])
             code = _code(getattr(record, side), heads)
             code.check(side)
             parts.append(jax.device_put(code, device))
@@ -339,6 +347,17 @@ def _restore_parts(path: Path, step: int, record: CodesRecord, sharding: jax.sha
 
         sides[side] = jax.tree.map(joined, *parts)
     return TransformCodes(**sides, rotary=record.rotary, bucket=record.bucket, scale_dtype=record.scale_dtype)
+
+
+def _require_heads(what: str, array: np.ndarray, heads: slice, record: ArrayRecord) -> None:
+    """Raises ValueError if heads `[L, heads, ..]` of an array are not as they were saved, as far as it was recorded."""
+    if len(array) < record.shape[0] or not record.heads:
+        return
+    for place, head in enumerate(range(record.shape[1])[heads]):
+        if _sha256(array[:, place]) != record.heads[head]:
+            raise ValueError(
+                f"{what} of head {head} is not as it was saved (sha256); restore the files or calibrate again."
+            )
 
 
 def _expected(record: CodesRecord) -> dict[str, ArrayRecord]:
@@ -396,7 +415,10 @@ def _describe(model: ModelIdentity) -> str:
 
 
 def _side_record(code: TransformCode, arrays: dict[str, np.ndarray]) -> SideRecord:
-    records = {name: ArrayRecord(array.shape, array.dtype.name, _sha256(array)) for name, array in arrays.items()}
+    records = {
+        name: ArrayRecord(array.shape, array.dtype.name, _sha256(array), tuple(map(_sha256, array.swapaxes(0, 1))))
+        for name, array in arrays.items()
+    }
     return SideRecord(code.kind, code.clip, code.clip_ratio, code.slots, records)
 
 

@@ -280,6 +280,35 @@ def test_a_manifest_that_disagrees_is_refused(changed, message, stored):
         artifact.load(stored)
 
 
+def test_heads_read_apart_are_compared_with_their_own_hashes(tmp_path):
+    """As processes do that see some heads only; the damage is in the second."""
+    mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+
+    def read(path):
+        step, manifest = artifact._read_manifest(path)
+        assert manifest.codes is not None
+        return artifact._restore_parts(path, step, manifest.codes, NamedSharding(mesh, PartitionSpec(None, "tensor")))
+
+    def damage(arrays):
+        mu = np.array(arrays["value"]["mu"])
+        mu[3, 1, 5] += 1
+        arrays["value"]["mu"] = mu
+
+    def older(tree):
+        for side in artifact.SIDES:
+            for record in tree["codes"][side]["arrays"].values():
+                del record["heads"]
+
+    for name in "ab":
+        artifact.save(tmp_path / name, codes(), MANIFEST)
+    assert_same_codes(read(tmp_path / "a"), codes())
+    rewrite(tmp_path / "a", None, damage)
+    with pytest.raises(ValueError, match=r"value/mu of head 1 is not as it was saved \(sha256\)"):
+        read(tmp_path / "a")
+    rewrite(tmp_path / "b", older, damage)
+    read(tmp_path / "b")
+
+
 def as_dtype(dtype):
     return lambda arrays: arrays["key"].update(mu=arrays["key"]["mu"].astype(dtype))
 
