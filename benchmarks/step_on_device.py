@@ -153,7 +153,7 @@ def largest_batch(config: ModelConfig, arm: str, context: int, memory: float) ->
     """Sequences of a context whose caches and the weights fit into so many bytes."""
     codes = random_codes(config) if arm == "int2" else None
     cache = cache_of(config, arm, 1, context)
-    each = sizes.row_bytes(cache) + cache.sequence_pages * sizes.page_bytes(cache, codes)
+    each = sizes.row_bytes(cache, codes) + cache.sequence_pages * sizes.page_bytes(cache, codes)
     weights = 2 * sum(
         int(np.prod(kind.shape)) * (config.layers if name.startswith("layers.") else 1)
         for name, kind in parameter_shapes(config).items()

@@ -92,6 +92,7 @@ class Manifest:
         max_position: positions that the query statistics cover, tokens; None if they do not depend on it.
         covered_positions: distinct bucket-relative positions seen in calibration; None if not counted.
         rotary: of the model, for recipes whose statistics depend on positions (the codes keep it only with buckets).
+        sequence: tokens of a calibration sequence; None without statistics, or from before it was recorded.
         layer_ids: the model's layer of each layer of the codes; `()` means 0 .. L-1.
         codes: static parts, shapes, dtypes and hashes of what is stored.
         created: UTC time, ISO 8601.
@@ -108,6 +109,7 @@ class Manifest:
     max_position: int | None = None
     covered_positions: int | None = None
     rotary: Rotary | None = None
+    sequence: int | None = None
     layer_ids: tuple[int, ...] = ()
     codes: CodesRecord | None = None
     created: str = ""
@@ -271,9 +273,9 @@ def _read_manifest(path: Path) -> tuple[int, Manifest]:
     if not path.is_dir():
         raise ValueError(f"artifact {path}: no such directory; make it with `oscar-jax calibrate --out {path}`.")
     if (path / PLAN_FILE).is_file():
+        parts = ", ".join(sorted(part.name for part in path.iterdir() if part.is_dir()))
         raise ValueError(
-            f"artifact {path}: its layers have different sizes, which no cache takes yet; run it with "
-            f"`oscar-jax evaluate --one-pass --artifact {path}`."
+            f"artifact {path}: its layers have different sizes, which this does not take; name one of {parts}."
         )
     with _manager(path) as manager:
         step = manager.latest_step()

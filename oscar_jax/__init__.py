@@ -15,12 +15,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from calib.artifact import load as load_artifact
     from calib.artifact import save as save_artifact
     from oscar_jax.cache import CacheConfig, KVCache, advance, append, attend, demote, init_cache, step_attention
     from oscar_jax.calibrate import calibrate as calibrate_model
     from oscar_jax.evaluate import evaluate as evaluate_model
     from oscar_jax.generate import complete, stream
+    from oscar_jax.layer_plan import load as load_artifact
     from oscar_jax.models import load as load_model
     from oscar_jax.sampling import Sampling
     from oscar_jax.step import cache_config, make_step, prefill
@@ -46,7 +46,7 @@ _SOURCES = {
     "demote": "oscar_jax.cache",
     "evaluate_model": "oscar_jax.evaluate:evaluate",
     "init_cache": "oscar_jax.cache",
-    "load_artifact": "calib.artifact:load",
+    "load_artifact": "oscar_jax.layer_plan:load",
     "load_model": "oscar_jax.models:load",
     "make_step": "oscar_jax.step",
     "prefill": "oscar_jax.step",

@@ -16,6 +16,7 @@ import numpy as np
 
 from oscar_jax.engine import Engine, Request, Shapes
 from oscar_jax.generate import CONTEXT_TOKENS, stop_tokens
+from oscar_jax.layer_codes import LayerCodes
 from oscar_jax.models import LoadedModel
 from oscar_jax.sampling import Sampling
 from oscar_jax.step import Step, cache_config, make_step
@@ -56,7 +57,7 @@ class Answerer:
     def __init__(
         self,
         model: LoadedModel,
-        codes: TransformCodes | None = None,
+        codes: TransformCodes | LayerCodes | None = None,
         *,
         max_length: int,
         max_tokens: int,

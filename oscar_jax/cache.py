@@ -11,8 +11,8 @@ never stored, so dropping the last tokens of a sequence is just a smaller length
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from oscar_jax import sharding
+from oscar_jax.layer_codes import LayerCodes, groups_of, of_group, with_group
 from oscar_jax.sharding import CODES, EVERYWHERE, HEADS, HISTORY, PLAIN, ROWS, on_host
 from pallas_kernels import dispatch
 from pallas_kernels.attention import AttentionSpec, PlainTiers
@@ -31,6 +32,9 @@ from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes, bits_per_element
 from pallas_kernels.write import demote as demote_tokens
 from pallas_kernels.write import demote_ahead as demote_all_layers
+
+if TYPE_CHECKING:
+    from oscar_jax.models.attention import Attend
 
 TESTED_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 MAX_GROUP = 32  # query heads a KV head
@@ -155,6 +159,9 @@ class KVCache:
         page_indices: int32 `[B, pages of a sequence]`, the page ids of each sequence in order. On a mesh they count
             from the first page of the sequence's own part of the pool.
         lengths: int32 `[B]`, stored tokens.
+
+    Of layers of different sizes (`LayerCodes`), `plain` and `history` are tuples with an entry for each group, and a
+    page id means that page in the pool of every group.
     """
 
     plain: PlainTiers
@@ -167,7 +174,7 @@ SPECS: Any = KVCache(PLAIN, HISTORY, ROWS, ROWS)  # type: ignore[arg-type]
 """Partition specs of a cache on a mesh."""
 
 
-def init_cache(config: CacheConfig, codes: TransformCodes | None = None) -> KVCache:
+def init_cache(config: CacheConfig, codes: TransformCodes | LayerCodes | None = None) -> KVCache:
     """An empty cache in which sequence b owns pages `b n .. (b + 1) n - 1`; replace `page_indices` to share.
 
     On a mesh b counts from the first sequence of its part of the batch, and the arrays are made where they belong.
@@ -186,8 +193,10 @@ def init_cache(config: CacheConfig, codes: TransformCodes | None = None) -> KVCa
             f"codes=None with max_length={config.max_length}: a plain cache needs recent >= "
             f"{config.max_length - config.tiers.sink}, got {config.tiers.recent}; pass codes for 2-bit history."
         )
-    if codes is not None:
-        _check_codes(config, codes)
+    groups = groups_of(config, codes)
+    for own, code in groups:
+        if code is not None:
+            _check_codes(own, code)
     pages = config.batch * needed if config.pages is None else config.pages
     if config.pages is not None and pages < needed * config.data_parts:
         raise ValueError(
@@ -201,17 +210,19 @@ def init_cache(config: CacheConfig, codes: TransformCodes | None = None) -> KVCa
     table = np.arange(config.batch // parts * needed, dtype=np.int32).reshape(config.batch // parts, needed)
     table = np.tile(np.where(table < pages // parts, table, -1), (parts, 1))
 
-    def empty() -> KVCache:
+    def plain(config: CacheConfig) -> PlainTiers:
         sides = []
         for tokens in (config.tiers.sink, config.ring):
             shape = (config.layers, config.batch, tokens, config.stored_heads, config.head_dim)
             sides += [jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)]
-        return KVCache(
-            plain=PlainTiers(*sides),
-            history=_init_history(config, codes, pages) if codes is not None and needed else None,
-            page_indices=jnp.asarray(table),
-            lengths=jnp.zeros(config.batch, jnp.int32),
-        )
+        return PlainTiers(*sides)
+
+    def empty() -> KVCache:
+        tiers: Any = tuple(plain(own) for own, _ in groups)
+        history: Any = tuple(_init_history(own, code, pages) if code and needed else None for own, code in groups)
+        if not isinstance(codes, LayerCodes):
+            (tiers,), (history,) = tiers, history
+        return KVCache(tiers, history, page_indices=jnp.asarray(table), lengths=jnp.zeros(config.batch, jnp.int32))
 
     return empty() if config.mesh is None else jax.jit(empty, out_shardings=sharding.named(config.mesh, SPECS))()
 
@@ -383,7 +394,7 @@ def attend(
 
 def step_attention(
     config: CacheConfig, codes: TransformCodes | None, counts: jax.Array, *, demoted: bool = False
-) -> Callable[..., tuple[jax.Array, KVCache, Any]]:
+) -> Attend:
     """The `attend(state, layer, q, k, v)` that a decoder calls in every layer, with the cache as its state.
 
     With a mesh in the config, each device does it with the heads and sequences that it holds.
@@ -412,13 +423,39 @@ def step_attention(
 
 
 def begin_step(
-    cache: KVCache, config: CacheConfig, codes: TransformCodes | None, counts: jax.Array, *, tokens: int
-) -> tuple[KVCache, Callable[..., tuple[jax.Array, KVCache, Any]]]:
+    cache: KVCache, config: CacheConfig, codes: TransformCodes | LayerCodes | None, counts: jax.Array, *, tokens: int
+) -> tuple[KVCache, Attend | list[tuple[int, Attend]]]:
     """`step_attention` and the cache it starts from, with history written for all layers at once where that is faster.
 
     Args:
         tokens: T, new tokens of the step.
+
+    Returns:
+        The cache, and what a decoder takes as `attend`: of layers of different sizes, one for each run of layers alike.
     """
+    if not isinstance(codes, LayerCodes):
+        return _begin_group(cache, config, codes, counts, tokens=tokens)
+    attends = []
+    for number, (own, code) in enumerate(groups_of(config, codes)):
+        part, attend = _begin_group(of_group(cache, number), own, code, counts, tokens=tokens)
+        cache = with_group(cache, number, part)
+        attends.append(_in_group(number, attend, codes.places))
+    return cache, [(count, attends[number]) for count, number in codes.runs]
+
+
+def _in_group(number: int, attend: Attend, places: Sequence[int]) -> Attend:
+    """Attention of a group's layers, of the model's layers and with the whole cache as its state."""
+
+    def step(cache: KVCache, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array):
+        out, part, extra = attend(of_group(cache, number), jnp.asarray(places, jnp.int32)[layer], q, k, v)
+        return out, with_group(cache, number, part), extra
+
+    return step
+
+
+def _begin_group(
+    cache: KVCache, config: CacheConfig, codes: TransformCodes | None, counts: jax.Array, *, tokens: int
+) -> tuple[KVCache, Attend]:
     demoted = False
     if codes is not None:
 
@@ -461,14 +498,21 @@ def cache_bytes(cache: KVCache) -> dict[str, int]:
     return parts | {"total": sum(parts.values())}
 
 
-def expected_bits(config: CacheConfig, codes: TransformCodes | None, context: int) -> float:
-    """`bits_per_element` of this cache at a context length."""
+def expected_bits(config: CacheConfig, codes: TransformCodes | LayerCodes | None, context: int) -> float:
+    """`bits_per_element` of this cache at a context length, the mean over its layers."""
     width = 8 * jnp.dtype(config.plain_dtype).itemsize
-    return bits_per_element(codes, config.tiers, context, plain_bits=width)
+    bits = [
+        own.layers * bits_per_element(code, own.tiers, context, plain_bits=width)
+        for own, code in groups_of(config, codes)
+    ]
+    return sum(bits) / config.layers
 
 
-def check_cache(cache: KVCache, config: CacheConfig) -> None:
+def check_cache(cache: KVCache, config: CacheConfig, codes: TransformCodes | LayerCodes | None = None) -> None:
     """Checked mode: every live page id is in range and owned once, every live scale finite and not saturated.
+
+    Args:
+        codes: those of the cache, needed to name layers where they have different sizes.
 
     Raises:
         ValueError: names the sequence, or the layer, head and position.
@@ -479,9 +523,11 @@ def check_cache(cache: KVCache, config: CacheConfig) -> None:
             raise ValueError(
                 f"sequence {sequence}: {length} stored tokens, expected 0 to max_length={config.max_length}."
             )
-    if cache.history is None:
+    groups: Any = enumerate(cache.history) if isinstance(codes, LayerCodes) else [(0, cache.history)]  # type: ignore[arg-type]
+    histories = {number: history for number, history in groups if history is not None}
+    if not histories:
         return
-    pool, tiers = cache.history.key.scale.shape[1] // config.data_parts, config.tiers
+    pool, tiers = next(iter(histories.values())).key.scale.shape[1] // config.data_parts, config.tiers
     table = on_host(cache.page_indices)
     for sequence, length in enumerate(lengths):
         live = table[sequence, : tiers.history_pages(int(length))]
@@ -494,10 +540,14 @@ def check_cache(cache: KVCache, config: CacheConfig) -> None:
         if len(np.unique(live)) != len(live):
             raise ValueError(f"sequence {sequence}: its page table names a page twice, expected every page once.")
         first = pool * (sequence * config.data_parts // config.batch)  # page of the sequence's part
-        _check_scales(cache.history, first + live, tiers, int(length), sequence)
+        for number, history in histories.items():
+            layers = codes.layers_of(number) if isinstance(codes, LayerCodes) else range(config.layers)
+            _check_scales(history, first + live, tiers, int(length), sequence, layers)
 
 
-def _check_scales(history: History, live: np.ndarray, tiers: Tiers, length: int, sequence: int) -> None:
+def _check_scales(
+    history: History, live: np.ndarray, tiers: Tiers, length: int, sequence: int, layers: Sequence[int]
+) -> None:
     tokens = tiers.history_tokens(length)
     for name, side in (("key", history.key), ("value", history.value)):
         for parameter in ("scale", "offset"):
@@ -511,7 +561,7 @@ def _check_scales(history: History, live: np.ndarray, tiers: Tiers, length: int,
             if bad.size:
                 layer, head, token = bad[0]
                 raise ValueError(
-                    f"sequence {sequence}, layer {layer}, head {head}, position {tiers.sink + token}: {name} "
+                    f"sequence {sequence}, layer {layers[layer]}, head {head}, position {tiers.sink + token}: {name} "
                     f"{parameter} is {rows[layer, head, token]}, expected a finite number below {SCALE_LIMIT:.0f}; the "
                     "row had NaN, Inf or values too large."
                 )

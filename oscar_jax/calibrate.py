@@ -119,10 +119,12 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What a text says about a model; `max_position` is the longest context to fit it for."""
+    """What a text, cut into pieces of `sequence` tokens, says about a model; `max_position` is the longest context to
+    fit it for."""
 
     parts: list[Part]
     max_position: int
+    sequence: int
 
     def fit(self, recipe: Recipe, *, slots: int | tuple[int, int] | None = None) -> TransformCodes:
         """Codes of all layers.
@@ -162,6 +164,7 @@ class Measured:
             max_position=self.max_position if positioned else None,
             covered_positions=min(fit.covered_positions(part.moments) for part in self.parts) if positioned else None,
             rotary=model.config.rotary if positioned else None,
+            sequence=self.sequence if groups else None,
         )
 
 
@@ -206,7 +209,7 @@ def measure(
             window=window,
         )
         parts.append(Part(layers, rotary, empty))
-    return Measured(_stream(model, text.tokens, parts, sequence=sequence, progress=progress), limit)
+    return Measured(_stream(model, text.tokens, parts, sequence=sequence, progress=progress), limit, sequence)
 
 
 def _stream(model: LoadedModel, tokens: np.ndarray, parts: list[Part], *, sequence: int, progress: bool) -> list[Part]:

@@ -223,8 +223,7 @@ def _add_calibrate(commands: Any) -> None:
         "--average-bits",
         type=_non_negative_number,
         metavar="X",
-        help="layers of different sizes, chosen by measured cost at this average of bits a history element; only "
-        "`evaluate --one-pass` takes the result yet",
+        help="layers of different sizes, chosen by measured cost at this average of bits a history element",
     )
     calibrate.add_argument(
         "--sizes",

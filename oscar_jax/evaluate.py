@@ -11,7 +11,6 @@ import dataclasses
 import json
 import sys
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,8 @@ from calib import artifact
 from oscar_jax import cache as kv_cache
 from oscar_jax import calibrate, corpus, layer_errors, layer_plan, one_pass, paired
 from oscar_jax import report as reports
-from oscar_jax.generate import BeyondCalibrationWarning
+from oscar_jax.layer_codes import LayerCodes, history_bits
+from oscar_jax.limits import warn_beyond
 from oscar_jax.models import LoadedModel, load
 from oscar_jax.step import cache_config, make_step
 from pallas_kernels.tiers import Tiers
@@ -63,7 +63,7 @@ class Scores:
 
 def score(
     model: LoadedModel,
-    arms: Mapping[str, TransformCodes],
+    arms: Mapping[str, TransformCodes | LayerCodes],
     windows: np.ndarray,
     *,
     tiers: Tiers,
@@ -87,7 +87,7 @@ def score(
     """
     batch, length = windows.shape
     first = _first_measured(model, windows, tiers)
-    codes: dict[str, TransformCodes | None] = {BASELINE: None, **arms}
+    codes: dict[str, TransformCodes | LayerCodes | None] = {BASELINE: None, **arms}
     plain = dataclasses.replace(tiers, recent=max(tiers.recent, length - tiers.sink))
     steps = {}
     for name, code in codes.items():
@@ -119,13 +119,6 @@ def score(
         bits = kv_cache.expected_bits(steps[name].config, code, length)
         scores[name] = Scores(kl, nll, agrees, total, bits, history_bits(code))
     return scores
-
-
-def history_bits(codes: TransformCodes | None) -> float:
-    """Bits per K or V element of history rows, scales and offsets counted; those of `PLAIN_DTYPE` without codes."""
-    if codes is None:
-        return 8.0 * jnp.dtype(PLAIN_DTYPE).itemsize
-    return (codes.key.row_bits + codes.value.row_bits) / (2 * codes.head_dim)
 
 
 def score_one_pass(
@@ -237,7 +230,7 @@ def summarize(scores: Mapping[str, Scores], *, first: int) -> dict[str, dict[str
 
 def evaluate(
     model: LoadedModel,
-    arms: Mapping[str, TransformCodes | one_pass.OnePassArm],
+    arms: Mapping[str, TransformCodes | LayerCodes | one_pass.OnePassArm],
     text: corpus.TokenText,
     *,
     sequence: int,
@@ -270,7 +263,7 @@ def evaluate(
     windows = text.tokens[: count * body].reshape(count, body)
     windows = np.concatenate([np.tile(np.asarray(start, np.int32), (count, 1)), windows], axis=1)
     begin = time.perf_counter()
-    coded = {name: arm for name, arm in arms.items() if isinstance(arm, TransformCodes)}
+    coded = {name: arm for name, arm in arms.items() if not isinstance(arm, one_pass.OnePassArm)}
     single = {name: arm for name, arm in arms.items() if isinstance(arm, one_pass.OnePassArm)}
     options: dict[str, Any] = {"tiers": tiers, "chunk": chunk, "progress": progress}
     scores = score_one_pass(model, single, windows, **options) if single else {}
@@ -344,14 +337,9 @@ def run(args: argparse.Namespace) -> int:
     text = corpus.heldout_text(encode, args.tokens, file=args.text, offset=args.offset, minimum=args.sequence)
     baselines = [name for name in args.recipes if name in one_pass.BASELINES]
     args.recipes = [name for name in args.recipes if name not in baselines]
-    arms: dict[str, TransformCodes | one_pass.OnePassArm] = {}
+    arms: dict[str, TransformCodes | LayerCodes | one_pass.OnePassArm] = {}
     calibration = None
-    plans = [path for path in args.artifact if args.one_pass and layer_plan.is_plan(path)]
-    args.artifact = [path for path in args.artifact if path not in plans]
-    for path in plans:
-        plan, recipe = layer_plan.load(Path(path), model)
-        arms[_unused(f"{recipe}-plan", arms)] = plan.arm()
-    if not (baselines or plans) or args.artifact or set(args.recipes) - {BASELINE}:
+    if not baselines or args.artifact or set(args.recipes) - {BASELINE}:
         codes, calibration = requested_arms(args, model, length=args.sequence)
         arms |= {name: one_pass.from_codes(code) for name, code in codes.items()} if args.one_pass else codes
     arms |= {name: one_pass.baselines(model.config.head_dim)[name] for name in baselines}
@@ -379,7 +367,7 @@ def run(args: argparse.Namespace) -> int:
 
 def requested_arms(
     args: argparse.Namespace, model: LoadedModel, *, length: int
-) -> tuple[dict[str, TransformCodes], dict[str, Any] | None]:
+) -> tuple[dict[str, TransformCodes | LayerCodes], dict[str, Any] | None]:
     """Codes by arm, from `--artifact` and, calibrated here, `--recipes`; and what was calibrated on.
 
     Args:
@@ -403,28 +391,22 @@ def requested_arms(
     return arms, {"text": source.description, "text_sha256": source.sha256, "tokens": len(source.tokens)}
 
 
-def load_arms(paths: Sequence[str], model: LoadedModel, *, length: int) -> dict[str, TransformCodes]:
+def load_arms(paths: Sequence[str], model: LoadedModel, *, length: int) -> dict[str, TransformCodes | LayerCodes]:
     """Codes of artifacts by recipe, a number added where a name repeats.
 
     Args:
         length: tokens of the longest sequence that will be run.
 
     Raises:
-        ValueError: as `artifact.load`.
+        ValueError: as `layer_plan.load`.
 
     Warns:
-        BeyondCalibrationWarning: an artifact's statistics cover fewer positions.
+        BeyondCalibrationWarning: an artifact is for shorter ones (`limits.warn_beyond`).
     """
-    arms: dict[str, TransformCodes] = {}
+    arms: dict[str, TransformCodes | LayerCodes] = {}
     for path in paths:
-        codes, manifest = artifact.load(path, model=model.identity)
-        if manifest.max_position is not None and length > manifest.max_position:
-            warnings.warn(
-                f"artifact {path}: sequences of {length} tokens are longer than the {manifest.max_position} positions "
-                f"its statistics cover: quality may drop beyond; calibrate with max_position={length}.",
-                BeyondCalibrationWarning,
-                stacklevel=2,
-            )
+        codes, manifest = layer_plan.load(path, model=model.identity)
+        warn_beyond(manifest, length, what=f"artifact {path}: sequences of {length} tokens are")
         arms[_unused(manifest.recipe, arms)] = codes
     return arms
 

@@ -7,11 +7,12 @@ import dataclasses
 import json
 import sys
 import time
-import warnings
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from oscar_jax.cache import expected_bits
+from oscar_jax.layer_codes import LayerCodes
+from oscar_jax.limits import warn_beyond
 from oscar_jax.models import LoadedModel
 from oscar_jax.sampling import Sampling
 from oscar_jax.session import Session, check_not_empty
@@ -23,6 +24,8 @@ from pallas_kernels.transform_code import TransformCodes
 if TYPE_CHECKING:
     import jax
 
+    from calib.artifact import Manifest
+
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>")
 """Tokens that end an answer although some tokenizer files name another one as theirs."""
 
@@ -31,10 +34,6 @@ CONTEXT_TOKENS = 8
 
 PROGRESS_TOKENS = 1024
 """Prompts of at least so many tokens show a progress bar."""
-
-
-class BeyondCalibrationWarning(UserWarning):
-    """A sequence will be longer than the positions that an artifact's statistics cover."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,14 +73,14 @@ def stream(
     model: LoadedModel,
     prompt: str | Sequence[int],
     *,
-    codes: TransformCodes | None = None,
+    codes: TransformCodes | LayerCodes | None = None,
     tiers: Tiers | None = None,
     plain_dtype: str | None = None,
     max_tokens: int = 256,
     sampling: Sampling | None = None,
     stop: Sequence[str] = (),
     chat: bool | None = None,
-    max_position: int | None = None,
+    manifest: Manifest | None = None,
     implementation: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
     checked: bool = False,
@@ -99,7 +98,7 @@ def stream(
         sampling: None is greedy.
         stop: texts that end it, beside the model's own stop tokens.
         chat: put a text into the model's chat template; None does if there is one.
-        max_position: positions that the codes' statistics cover (the artifact's manifest has it).
+        manifest: of the artifact that the codes are from, to warn of sequences that outgrow it.
         implementation: of a 2-bit cache's attention and writes; None is the best one here.
         mesh: of `sharding.make_mesh`, over whose "tensor" axis heads and weights are divided; None is one device.
         checked: verify the cache after every step, slowly.
@@ -113,7 +112,7 @@ def stream(
             runs, in checked mode, a damaged cache.
 
     Warns:
-        BeyondCalibrationWarning: the sequence may outgrow `max_position`.
+        BeyondCalibrationWarning: the sequence may outgrow the artifact (`limits.warn_beyond`).
     """
     if model.tokenizer is None:
         raise ValueError("model has no tokenizer, expected one to write text with; use Session with token ids.")
@@ -122,13 +121,9 @@ def stream(
     tokens = encode_prompt(model, prompt, chat=chat) if isinstance(prompt, str) else [int(token) for token in prompt]
     _check_prompt(tokens, max_tokens, context=model.config.max_position, vocab_size=model.config.vocab_size)
     total = len(tokens) + max_tokens
-    if codes is not None and max_position is not None and total > max_position:
-        warnings.warn(
-            f"{len(tokens)} prompt tokens and up to {max_tokens} new ones are more than the {max_position} positions "
-            f"the artifact's statistics cover: quality may drop beyond; calibrate with max_position={total}.",
-            BeyondCalibrationWarning,
-            stacklevel=2,
-        )
+    if codes is not None and manifest is not None:
+        what = f"artifact: {len(tokens)} prompt tokens and up to {max_tokens} new ones are"
+        warn_beyond(manifest, total, what=what)
     tiers = Tiers() if tiers is None else tiers
     length = -(-total // tiers.page) * tiers.page  # few different lengths, few compilations
     if codes is None:
@@ -275,8 +270,7 @@ def _check_prompt(tokens: Sequence[int], max_tokens: int, *, context: int, vocab
 
 def run(args: argparse.Namespace) -> int:
     """`oscar-jax generate`: prints the text as it comes, then a line of measurements; errors are raised."""
-    from calib import artifact
-    from oscar_jax import models
+    from oscar_jax import layer_plan, models
 
     tiers = Tiers(sink=args.sink, recent=args.recent)
     if args.artifact is None and tiers != Tiers():
@@ -287,7 +281,7 @@ def run(args: argparse.Namespace) -> int:
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     prompt = _read_prompt() if args.prompt is None else args.prompt
     model = models.load(args.model)
-    codes, manifest = (None, None) if args.artifact is None else artifact.load(args.artifact, model=model.identity)
+    codes, manifest = (None, None) if args.artifact is None else layer_plan.load(args.artifact, model=model.identity)
     pieces = stream(
         model,
         prompt,
@@ -298,7 +292,7 @@ def run(args: argparse.Namespace) -> int:
         sampling=sampling,
         stop=args.stop,
         chat=args.chat,
-        max_position=None if manifest is None else manifest.max_position,
+        manifest=manifest,
         implementation=args.implementation,
         progress=sys.stderr.isatty(),
     )

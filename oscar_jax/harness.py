@@ -21,6 +21,7 @@ from calib import artifact
 from oscar_jax import report as reports
 from oscar_jax.answering import Answerer
 from oscar_jax.evaluate import BASELINE, load_arms
+from oscar_jax.layer_codes import LayerCodes
 from oscar_jax.models import LoadedModel, load
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
@@ -28,7 +29,7 @@ from pallas_kernels.transform_code import TransformCodes
 
 def compare(
     model: LoadedModel,
-    arms: Mapping[str, TransformCodes],
+    arms: Mapping[str, TransformCodes | LayerCodes],
     tasks: Sequence[str],
     *,
     seeds: Sequence[int] = (0,),

@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from oscar_jax.cache import CacheConfig, KVCache, advance, init_cache, step_attention
+from oscar_jax.cache import CacheConfig, KVCache, advance, begin_step, init_cache, step_attention
+from oscar_jax.layer_codes import LayerCodes
 from oscar_jax.models import Decoder, LoadedModel
+from oscar_jax.models.attention import Attend, runs
 from oscar_jax.step import cache_config
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
@@ -53,7 +55,7 @@ class LayerErrors:
 
 def measure(
     model: LoadedModel,
-    codes: TransformCodes,
+    codes: TransformCodes | LayerCodes,
     windows: np.ndarray,
     *,
     tiers: Tiers,
@@ -95,7 +97,7 @@ def measure(
 @partial(jax.jit, static_argnames=("plain", "config"), donate_argnames="caches")
 def _step(
     decoder: Decoder,
-    codes: TransformCodes,
+    codes: TransformCodes | LayerCodes,
     caches: tuple[KVCache, KVCache],
     tokens: jax.Array,
     counts: jax.Array,
@@ -105,17 +107,19 @@ def _step(
     config: CacheConfig,
 ):
     """The caches after the chunk, and sums `[L, N]` of squared errors and of squared plain outputs."""
-    attend_plain, attend_coded = step_attention(plain, None, counts), step_attention(config, codes, counts)
+    attend_plain = step_attention(plain, None, counts)
+    coded_cache, attend_coded = begin_step(caches[1], config, codes, counts, tokens=tokens.shape[1])
 
-    def attend(state, layer, q, k, v):
+    def both(attend_run: Attend, state, layer, q, k, v):
         out, plain_cache, _ = attend_plain(state[0], layer, q, k, v)
-        coded, coded_cache, _ = attend_coded(state[1], layer, q, k, v)
+        coded, coded_cache, _ = attend_run(state[1], layer, q, k, v)
 
         def total(x):
             return jnp.where(measured[:, None, None], jnp.square(x.astype(jnp.float32)), 0).sum((0, 1, 3))
 
         return out, (plain_cache, coded_cache), (total(coded - out), total(out))
 
+    attend = [(count, partial(both, run)) for count, run in runs(attend_coded, config.layers)]
     positions = caches[0].lengths[:, None] + jnp.arange(tokens.shape[1])
-    _, caches, sums = decoder(tokens, positions, attend, caches)
+    _, caches, sums = decoder(tokens, positions, attend, (caches[0], coded_cache))
     return tuple(advance(cache, counts) for cache in caches), sums

@@ -1,14 +1,14 @@
 """Layers of different sizes: more slots, or no rounding at all, for the layers whose rounding costs most.
 
 `sensitivity` measures what a layer costs; `choose` picks a size for each layer at an average of bits. A plan is a
-folder: `plan.json`, and one artifact for each size with the layers that have it. The cache's pools are stacked over
-layers of one size, so no cache takes a plan yet; `evaluate --one-pass` does.
+folder: `plan.json`, and one artifact for each size with the layers that have it; `load` makes `LayerCodes` of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ import numpy as np
 
 from calib import artifact
 from calib.allocation import allocate
-from oscar_jax import one_pass
-from oscar_jax.models import LoadedModel
+from calib.identity import ModelIdentity
+from oscar_jax.layer_codes import LayerCodes, history_bits
 from pallas_kernels.transform_code import TransformCodes
 
 FILE = artifact.PLAN_FILE
@@ -30,7 +30,7 @@ class LayerPlan:
     """A size for each layer.
 
     Attributes:
-        codes: by N, of all layers, or only of those that have this size.
+        codes: by N, of all layers.
         slots: N of each layer; None stays plain.
         costs: by N ("plain" costs nothing), mean KL in nats `[L]` with that layer alone rounded.
     """
@@ -39,24 +39,19 @@ class LayerPlan:
     slots: tuple[int | None, ...]
     costs: Mapping[int, Sequence[float]]
 
-    @property
-    def bits_per_element(self) -> float:
-        """Mean over layers of the bits of a history element, scales counted."""
-        return self.arm().history_bits_per_element
+    def layer_codes(self) -> LayerCodes:
+        """What caches and the one-pass mode take."""
+        sizes = list(dict.fromkeys(self.slots))
+        codes = [None if size is None else _of_layers(self.codes[size], self.layers(size)) for size in sizes]
+        return LayerCodes(tuple(codes), tuple(sizes.index(size) for size in self.slots))
 
-    def layers(self, slots: int) -> list[int]:
+    def layers(self, slots: int | None) -> list[int]:
         """The layers of size N."""
         return [layer for layer, size in enumerate(self.slots) if size == slots]
 
-    def arm(self) -> one_pass.OnePassArm:
-        """The plan in the one-pass mode."""
-        sizes = [None, *self.codes]
-        index = np.arange(len(self.slots))
-        for size, codes in self.codes.items():
-            if codes.layers < len(self.slots):
-                index[self.layers(size)] = np.arange(codes.layers)
-        arms = [one_pass.PLAIN, *(one_pass.from_codes(codes) for codes in self.codes.values())]
-        return one_pass.mixed(arms, np.asarray([sizes.index(size) for size in self.slots]), index)
+
+def _of_layers(codes: TransformCodes, layers: list[int]) -> TransformCodes:
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[layers], codes)
 
 
 def choose(codes: Mapping[int, TransformCodes], costs: Mapping[int, Sequence[float]], average_bits: float) -> LayerPlan:
@@ -71,7 +66,7 @@ def choose(codes: Mapping[int, TransformCodes], costs: Mapping[int, Sequence[flo
         ValueError: an average below that of the smallest size in all layers, or above the plain one.
     """
     head_dim = next(iter(codes.values())).head_dim
-    plain = one_pass.PLAIN.history_bits_per_element
+    plain = history_bits(None)
     bits = [round(2 * plain * head_dim), *(each.key.row_bits + each.value.row_bits for each in codes.values())]
     least = min(bits) / (2 * head_dim)
     if not least <= average_bits <= plain:
@@ -89,15 +84,14 @@ def save(path: Path, plan: LayerPlan, manifest: artifact.Manifest) -> dict[str, 
     Raises:
         OSError: it cannot be written.
     """
-    used = {size: codes for size, codes in plan.codes.items() if size in plan.slots}
-    for size, codes in used.items():
-        ids = plan.layers(size)
-        of_layers = jax.tree.map(lambda leaf, ids=ids: np.asarray(leaf)[ids], codes)
-        artifact.save(path / _folder(size), of_layers, dataclasses.replace(manifest, layer_ids=tuple(ids)))
+    for size in {size for size in plan.slots if size is not None}:
+        layers = plan.layers(size)
+        codes = _of_layers(plan.codes[size], layers)
+        artifact.save(path / _folder(size), codes, dataclasses.replace(manifest, layer_ids=tuple(layers)))
     content = {
         "recipe": manifest.recipe,
         "slots": plan.slots,
-        "bits_per_element": plan.bits_per_element,
+        "bits_per_element": history_bits(plan.layer_codes()),
         "costs": {str(size): [float(f"{cost:.4g}") for cost in each] for size, each in plan.costs.items()},
     }
     temporary = path / f".{FILE}.tmp"
@@ -106,33 +100,39 @@ def save(path: Path, plan: LayerPlan, manifest: artifact.Manifest) -> dict[str, 
     return content
 
 
-def is_plan(path: str | Path) -> bool:
-    """Whether a folder holds a plan."""
-    return (Path(path) / FILE).is_file()
-
-
-def load(path: Path, model: LoadedModel) -> tuple[LayerPlan, str]:
-    """A plan and its recipe.
+def load(
+    path: str | os.PathLike[str], *, model: ModelIdentity | None = None, sharding: artifact.Placement | None = None
+) -> tuple[TransformCodes | LayerCodes, artifact.Manifest]:
+    """`artifact.load`, of a plan too; the manifest is then that of one size, with the recipe's name and "-plan".
 
     Raises:
-        ValueError: a file that is not a plan, one of another model, or artifacts that do not hold its layers.
+        ValueError: as `artifact.load`; a file that is not a plan, or artifacts that do not hold its layers.
     """
+    path = Path(path)
     file = path / FILE
+    if not file.is_file():
+        return artifact.load(path, model=model, sharding=sharding)
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        slots, recipe = tuple(content["slots"]), str(content["recipe"])
-        costs = {int(size): each for size, each in content["costs"].items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        slots = tuple(json.loads(file.read_text(encoding="utf-8"))["slots"])
+        plan = LayerPlan({}, slots, {})
+        sizes = list(dict.fromkeys(slots))
+        if not {size for size in slots if size is not None}:
+            raise ValueError("no layer has codes")
+    except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{file}: not a plan of layers ({error}); calibrate again.") from None
-    if len(slots) != model.config.layers:
-        raise ValueError(f"{file}: of {len(slots)} layers, the model has {model.config.layers}; calibrate this model.")
-    plan = LayerPlan({}, slots, costs)
-    codes = {}
-    for size in dict.fromkeys(size for size in slots if size is not None):
-        codes[size], manifest = artifact.load(path / _folder(size), model=model.identity)
-        if list(manifest.layer_ids) != plan.layers(size) or codes[size].key.slots != size:
+    codes: list[TransformCodes | None] = []
+    manifest = None
+    for size in sizes:
+        if size is None:
+            codes.append(None)
+            continue
+        of_size, manifest = artifact.load(path / _folder(size), model=model, sharding=sharding)
+        if list(manifest.layer_ids) != plan.layers(size) or of_size.key.slots != size:
             raise ValueError(f"{path / _folder(size)}: does not hold the layers of {FILE}; calibrate again.")
-    return dataclasses.replace(plan, codes=codes), recipe
+        codes.append(of_size)
+    assert manifest is not None
+    manifest = dataclasses.replace(manifest, recipe=f"{manifest.recipe}-plan", layer_ids=())
+    return LayerCodes(tuple(codes), tuple(sizes.index(size) for size in slots)), manifest
 
 
 def _folder(slots: int) -> str:

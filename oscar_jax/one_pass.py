@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from oscar_jax.layer_codes import LayerCodes, history_bits
 from oscar_jax.models import Decoder, ModelConfig
 from oscar_jax.models.attention import Attend
 from pallas_kernels import codec
@@ -45,10 +46,13 @@ class OnePassArm:
     history_bits_per_element: float
 
 
-def from_codes(codes: TransformCodes) -> OnePassArm:
+def from_codes(codes: TransformCodes | LayerCodes | None) -> OnePassArm:
     """What the cache with these codes reads back."""
-    bits = (codes.key.row_bits + codes.value.row_bits) / (2 * codes.head_dim)
-    return OnePassArm(_coded, codes, bits)
+    if codes is None:
+        return PLAIN
+    if isinstance(codes, LayerCodes):
+        return mixed([from_codes(code) for code in codes.codes], np.asarray(codes.group), np.asarray(codes.places))
+    return OnePassArm(_coded, codes, history_bits(codes))
 
 
 def _coded(codes: TransformCodes, layer: jax.Array, k: jax.Array, v: jax.Array, tiers: Tiers):
@@ -131,7 +135,7 @@ def baselines(head_dim: int) -> dict[str, OnePassArm]:
 
 
 BASELINES = tuple(baselines(64))
-PLAIN = OnePassArm(_plain, None, 8.0 * jnp.dtype(PLAIN_DTYPE).itemsize)
+PLAIN = OnePassArm(_plain, None, history_bits(None))
 """The plain cache."""
 
 

@@ -25,6 +25,7 @@ from calib import artifact
 from oscar_jax import calibrate, corpus, paired
 from oscar_jax import report as reports
 from oscar_jax.evaluate import BASELINE, CHUNK, PLAIN_DTYPE, requested_arms
+from oscar_jax.layer_codes import LayerCodes
 from oscar_jax.longcontext import WITHOUT_DEPTH, Haystack, Sample, make_sample
 from oscar_jax.models import LoadedModel, load
 from oscar_jax.step import Step, cache_config, make_step
@@ -71,7 +72,7 @@ def make_samples(
 
 def score(
     model: LoadedModel,
-    codes: TransformCodes | None,
+    codes: TransformCodes | LayerCodes | None,
     samples: Sequence[Sample],
     *,
     tiers: Tiers,

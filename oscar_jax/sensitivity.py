@@ -93,6 +93,5 @@ def run(args: argparse.Namespace, model: LoadedModel, text: corpus.TokenText) ->
         layers = [layer for layer, each in enumerate(plan.slots) if each == size]
         name = "plain" if size is None else f"{size} slots"
         print(f"  {name}: {len(layers)} layers ({', '.join(map(str, layers))})")
-    bits = f"{plan.bits_per_element:.3f} bits an element of history"
-    print(f"  {bits}; no cache takes this yet, `evaluate --one-pass` does")
+    print(f"  {report['bits_per_element']:.3f} bits an element of history")
     return 0

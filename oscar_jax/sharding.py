@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 if TYPE_CHECKING:
+    from oscar_jax.layer_codes import LayerCodes
     from oscar_jax.models.config import ModelConfig
     from oscar_jax.models.decoder import Decoder
     from pallas_kernels.transform_code import TransformCodes
@@ -41,6 +42,7 @@ _MLP_AXES = {"layers.gate": 2, "layers.up": 2, "layers.down": 1}
 _VOCABULARY_AXES = {"embedding": 0, "head": 1}
 
 Function = TypeVar("Function", bound=Callable)
+Codes = TypeVar("Codes", bound="TransformCodes | LayerCodes")
 
 
 def make_mesh(*, data: int = 1, tensor: int = 1, devices: Any = None) -> Mesh:
@@ -175,7 +177,7 @@ def codes_sharding(mesh: Mesh, *, kv_heads: int) -> NamedSharding:
     return named(mesh, EVERYWHERE if kv_heads % mesh.shape[TENSOR] else CODES)
 
 
-def place_codes(codes: TransformCodes, mesh: Mesh, *, kv_heads: int) -> TransformCodes:
+def place_codes(codes: Codes, mesh: Mesh, *, kv_heads: int) -> Codes:
     """Transform codes with each device's heads on it.
 
     Args:

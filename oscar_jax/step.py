@@ -24,6 +24,7 @@ from numpy.typing import ArrayLike
 
 from oscar_jax import sharding
 from oscar_jax.cache import SPECS, CacheConfig, KVCache, advance, begin_step, check_cache, init_cache
+from oscar_jax.layer_codes import LayerCodes
 from oscar_jax.models import Decoder, ModelConfig
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.tiers import Tiers
@@ -83,7 +84,7 @@ class Step:
 
     decoder: Decoder
     config: CacheConfig
-    codes: TransformCodes | None
+    codes: TransformCodes | LayerCodes | None
     checked: bool = False
 
     def init(self) -> KVCache:
@@ -120,12 +121,12 @@ class Step:
             raise ValueError(f"counts of shape {np.shape(counts)}: expected [{batch}], one for each sequence.")
         result, cache = _run(self.decoder, self.codes, cache, tokens, _int32(counts), config=self.config, output=output)
         if self.checked:
-            check_cache(cache, self.config)
+            check_cache(cache, self.config, self.codes)
         return result, cache
 
 
 def make_step(
-    decoder: Decoder, config: CacheConfig, codes: TransformCodes | None = None, *, checked: bool = False
+    decoder: Decoder, config: CacheConfig, codes: TransformCodes | LayerCodes | None = None, *, checked: bool = False
 ) -> Step:
     """A decoder and its transform codes as one callable over a cache; `Step.__call__` says how to call it.
 
@@ -214,7 +215,7 @@ def _int32(x: ArrayLike) -> jax.Array | np.ndarray:
 @functools.partial(jax.jit, static_argnames=("config", "output"), donate_argnames="cache")
 def _run(
     decoder: Decoder,
-    codes: TransformCodes | None,
+    codes: TransformCodes | LayerCodes | None,
     cache: KVCache,
     tokens: jax.Array,
     counts: jax.Array,

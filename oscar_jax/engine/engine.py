@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from calib.artifact import Manifest
 from oscar_jax.engine import sizes
 from oscar_jax.engine.allocator import Allocator, AllocatorStats
 from oscar_jax.engine.compilations import compilations
@@ -15,6 +16,8 @@ from oscar_jax.engine.drafts import Drafter, PromptLookup
 from oscar_jax.engine.executor import JaxExecutor
 from oscar_jax.engine.request import Output, Request
 from oscar_jax.engine.scheduler import Scheduler, Shapes
+from oscar_jax.layer_codes import LayerCodes
+from oscar_jax.limits import warn_beyond
 from oscar_jax.models.decoder import Decoder
 from oscar_jax.sampling import Sampling
 from oscar_jax.sharding import DATA
@@ -76,7 +79,7 @@ class Engine:
     def __init__(
         self,
         decoder: Decoder,
-        codes: TransformCodes | None = None,
+        codes: TransformCodes | LayerCodes | None = None,
         *,
         max_length: int,
         shapes: Shapes | None = None,
@@ -91,6 +94,7 @@ class Engine:
         implementation: str | tuple[str, ...] | None = None,
         unroll_layers: bool = False,
         mesh: jax.sharding.Mesh | None = None,
+        manifest: Manifest | None = None,
     ):
         """
         Args:
@@ -111,11 +115,17 @@ class Engine:
             mesh: of `sharding.make_mesh`. Heads and weights are divided over "tensor", requests over "data": each
                 part of that axis has rows, pages and prefixes of its own. In several processes, all make the same
                 engine, submit the same requests in the same order and get the same outputs.
+            manifest: of the artifact that the codes are from, to warn of a `max_length` that outgrows it.
 
         Raises:
             ValueError: sizes that do not fit each other, the model, the codes or the mesh.
             NotImplementedError: no implementation here takes the model.
+
+        Warns:
+            BeyondCalibrationWarning: as `limits.warn_beyond`.
         """
+        if codes is not None and manifest is not None:
+            warn_beyond(manifest, max_length, what=f"artifact: max_length={max_length} is")
         if sum(size is not None for size in (pages, cache_bytes, memory_fraction)) > 1:
             raise ValueError("pages, cache_bytes, memory_fraction: expected at most one of them.")
         if codes is None and (pages, cache_bytes, memory_fraction) != (None, None, None):
@@ -251,7 +261,7 @@ class Engine:
             tokens_idle=pool.pages_idle * page,
             tails=pool.tails,
             tails_kept=pool.tails_kept,
-            tail_bytes=sizes.row_bytes(config),
+            tail_bytes=sizes.row_bytes(config, self._codes),
             evictions=pool.evictions,
             page_copies=pool.copies,
             hit_rate=pool.tokens_hit / pool.tokens_asked if pool.tokens_asked else 0.0,

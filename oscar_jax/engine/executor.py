@@ -18,6 +18,7 @@ import numpy as np
 from oscar_jax import sharding
 from oscar_jax.cache import CacheConfig, KVCache, begin_step
 from oscar_jax.engine.scheduler import DeviceCall, Shapes
+from oscar_jax.layer_codes import LayerCodes
 from oscar_jax.models.decoder import Decoder
 from oscar_jax.sampling import Sampling, choose
 from oscar_jax.sharding import HISTORY, PLAIN, ROWS
@@ -43,7 +44,13 @@ class JaxExecutor:
     """
 
     def __init__(
-        self, decoder: Decoder, config: CacheConfig, codes: TransformCodes | None, *, shapes: Shapes, tails: int
+        self,
+        decoder: Decoder,
+        config: CacheConfig,
+        codes: TransformCodes | LayerCodes | None,
+        *,
+        shapes: Shapes,
+        tails: int,
     ):
         """
         Args:
@@ -91,7 +98,7 @@ class JaxExecutor:
 
     def warm_up(self) -> None:
         """Compiles everything, without a trace in what is stored; call it while no request runs."""
-        if self.tails.recent_k.shape[1]:
+        if jax.tree.leaves(self.tails)[0].shape[1]:
             self.restore(0, 0)
             self.keep(0, 0)
         if self.history is not None:
@@ -180,7 +187,7 @@ def _copy_page(history: History, to: jax.Array, of: jax.Array, *, config: CacheC
 @partial(jax.jit, static_argnames=("config", "every", "whole"), donate_argnames=("plain", "history"))
 def _feed(
     decoder: Decoder,
-    codes: TransformCodes | None,
+    codes: TransformCodes | LayerCodes | None,
     plain: PlainTiers,
     history: History | None,
     tokens: jax.Array,

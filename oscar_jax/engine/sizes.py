@@ -6,28 +6,31 @@ import jax
 import jax.numpy as jnp
 
 from oscar_jax.cache import CacheConfig
+from oscar_jax.layer_codes import LayerCodes, groups_of
 from pallas_kernels.codec import PLANES
 from pallas_kernels.transform_code import TransformCode, TransformCodes
 
 BFLOAT16_BYTES = 2
 
 
-def page_bytes(config: CacheConfig, codes: TransformCodes | None) -> int:
+def page_bytes(config: CacheConfig, codes: TransformCodes | LayerCodes | None) -> int:
     """Of one page of history in all layers: slots, scales and offsets of both sides; 0 for a plain cache."""
-    if codes is None:
-        return 0
-    parameter = jnp.dtype(codes.scale_dtype).itemsize
 
-    def row(code: TransformCode) -> int:
+    def row(code: TransformCode, parameter: int) -> int:
         return code.slots // PLANES + parameter * (2 if code.has_offset else 1)
 
-    return config.layers * config.stored_heads * config.tiers.page * (row(codes.key) + row(codes.value))
+    total = 0
+    for own, code in groups_of(config, codes):
+        if code is not None:
+            sides = sum(row(side, jnp.dtype(code.scale_dtype).itemsize) for side in (code.key, code.value))
+            total += own.layers * own.stored_heads * own.tiers.page * sides
+    return total
 
 
-def row_bytes(config: CacheConfig) -> int:
+def row_bytes(config: CacheConfig, codes: TransformCodes | LayerCodes | None) -> int:
     """Of the plain tiers of one sequence, or of one tail."""
-    tokens = config.tiers.sink + config.ring
-    return 2 * config.layers * config.stored_heads * config.head_dim * tokens * jnp.dtype(config.plain_dtype).itemsize
+    tokens = sum(own.layers * (own.tiers.sink + own.ring) for own, _ in groups_of(config, codes))
+    return 2 * tokens * config.stored_heads * config.head_dim * jnp.dtype(config.plain_dtype).itemsize
 
 
 def bfloat16_token_bytes(config: CacheConfig) -> int:
@@ -35,18 +38,18 @@ def bfloat16_token_bytes(config: CacheConfig) -> int:
     return 2 * config.layers * config.stored_heads * config.head_dim * BFLOAT16_BYTES
 
 
-def total_bytes(config: CacheConfig, codes: TransformCodes | None, *, pages: int, tails: int) -> int:
+def total_bytes(config: CacheConfig, codes: TransformCodes | LayerCodes | None, *, pages: int, tails: int) -> int:
     """Of all arrays of an engine on all devices, the model's weights aside; pages and tails of all parts."""
-    return pages * page_bytes(config, codes) + (config.batch + tails) * row_bytes(config)
+    return pages * page_bytes(config, codes) + (config.batch + tails) * row_bytes(config, codes)
 
 
-def pages_within(config: CacheConfig, codes: TransformCodes, *, cache_bytes: int, tails: int) -> int:
+def pages_within(config: CacheConfig, codes: TransformCodes | LayerCodes, *, cache_bytes: int, tails: int) -> int:
     """Pages that fit into `cache_bytes` beside the plain tiers and tails, as many in each part of the mesh.
 
     Raises:
         ValueError: not even one sequence of `max_length` and a page to copy fit.
     """
-    fixed = (config.batch + tails) * row_bytes(config)
+    fixed = (config.batch + tails) * row_bytes(config, codes)
     parts = config.data_parts
     pages = (cache_bytes - fixed) // (parts * page_bytes(config, codes))
     if pages < config.sequence_pages + 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,14 @@ from oscar_jax.models.config import ModelConfig
 
 Attend = Callable[[Any, jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any, Any]]
 """`attend(state, layer, q [B, T, N, D], k [B, T, K, D], v [B, T, K, D]) -> (out [B, T, N, D], state, extra)`."""
+
+Attends = Attend | Sequence[tuple[int, Attend]]
+"""One for all layers, or `(count, attend)` for each run of layers, from the first one on."""
+
+
+def runs(attends: Attends, layers: int) -> list[tuple[int, Attend]]:
+    """The runs of layers of an `Attends`."""
+    return [(layers, attends)] if callable(attends) else list(attends)
 
 
 def plain_attention(config: ModelConfig, *, capture: bool = False, query_block: int = 256) -> Attend:

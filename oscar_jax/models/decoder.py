@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from oscar_jax.models.attention import Attend
+from oscar_jax.models.attention import Attend, Attends, runs
 from oscar_jax.models.config import ModelConfig
 from pallas_kernels import rope
 
@@ -154,7 +154,7 @@ class Decoder(nnx.Module):
         return self.embedding[...].dtype
 
     def __call__(
-        self, tokens: jax.Array, positions: jax.Array, attend: Attend, state: Any, *, unroll: bool = False
+        self, tokens: jax.Array, positions: jax.Array, attend: Attends, state: Any, *, unroll: bool = False
     ) -> tuple[jax.Array, Any, Any]:
         """Runs all layers.
 
@@ -163,7 +163,8 @@ class Decoder(nnx.Module):
             positions: int `[B, T]` in `0 .. config.max_position - 1`. Values are not checked: tokens and positions out
                 of range are clipped, so that padding may hold anything.
             attend: `attend(state, layer, q [B, T, N, D], k [B, T, K, D], v [B, T, K, D]) -> (out [B, T, N, D], state,
-                extra)`, traced once; `layer` is an int32 scalar 0 .. L-1, q and k are rotated and not scaled.
+                extra)`, traced once; `layer` is an int32 scalar 0 .. L-1, q and k are rotated and not scaled. Or
+                a list of `(count, attend)` for runs of layers that are not alike, each compiled by itself.
             state: pytree of arrays carried from layer to layer, of constant shapes and dtypes. Donate it under jit and
                 it is updated in place.
             unroll: compile every layer by itself. In a loop XLA's GPU backend copies a layer's weights out of their
@@ -182,9 +183,11 @@ class Decoder(nnx.Module):
             in_windows = angles(self.local_cos, self.local_sin)
         local = np.asarray([window is not None for window in self.config.windows])
 
-        def layer(carry: tuple[jax.Array, Any], scanned: tuple[Block, jax.Array]) -> tuple[tuple[jax.Array, Any], Any]:
+        def layer(attend: Attend, carry: tuple[jax.Array, Any], scanned: tuple[Block | None, jax.Array]):
             x, state = carry
             block, index = scanned
+            if block is None:
+                block = jax.tree.map(lambda weight: weight[index], self.layers)
             cos, sin = everywhere
             if in_windows is not None:
                 own = jnp.asarray(local)[index]
@@ -196,8 +199,16 @@ class Decoder(nnx.Module):
         x = jnp.take(self.embedding[...], tokens, axis=0, mode="clip")
         if self.config.embedding_scale != 1:
             x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
-        indices = jnp.arange(self.config.layers, dtype=jnp.int32)
-        (x, state), extras = jax.lax.scan(layer, (x, state), (self.layers, indices), unroll=unroll)
+        carry, extras, first = (x, state), [], 0
+        for count, attend_run in runs(attend, self.config.layers):
+            indices = jnp.arange(first, first + count, dtype=jnp.int32)
+            # A loop over a part of the layers would copy that part of the stacked weights before it runs.
+            blocks = self.layers if count == self.config.layers else None
+            carry, extra = jax.lax.scan(partial(layer, attend_run), carry, (blocks, indices), unroll=unroll)
+            extras.append(extra)
+            first += count
+        x, state = carry
+        extras = extras[0] if len(extras) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *extras)
         return rms_norm(x, self.final_norm, self.config.norm_eps), state, extras
 
     def logits(self, hidden: jax.Array) -> jax.Array:

@@ -1,5 +1,6 @@
 """Evaluation through the real cache, and the demo on a tiny model."""
 
+import dataclasses
 import json
 
 import jax
@@ -12,7 +13,7 @@ from oscar_jax import calibrate as calibration
 from oscar_jax import cli, corpus, evaluate
 from oscar_jax import demo as demo_module
 from oscar_jax.cache import cache_bytes
-from oscar_jax.generate import BeyondCalibrationWarning
+from oscar_jax.limits import BeyondCalibrationWarning
 from oscar_jax.models import plain_attention
 from oscar_jax.step import cache_config, make_step
 from pallas_kernels.tiers import Tiers
@@ -142,12 +143,19 @@ def test_the_command_runs_recipes_and_artifacts_side_by_side(tiny, tiny_folder, 
     assert "are needed for one window" in capsys.readouterr().err
 
 
-def test_sequences_beyond_an_artifacts_positions_are_warned_of(tiny, arms, tmp_path):
-    manifest = artifact.Manifest(recipe="default", model=tiny.identity, max_position=256)
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        ({"max_position": 256, "sequence": 64}, "sequences of 257 tokens are more than the 256 positions"),
+        ({"sequence": 64}, r"are more than 4 times the 64 of its calibration sequences.*with sequence=65"),
+    ],
+)
+def test_sequences_beyond_an_artifact_are_warned_of(tiny, arms, tmp_path, limit, message):
+    manifest = dataclasses.replace(artifact.Manifest("default", model=tiny.identity), **limit)
     artifact.save(tmp_path / "saved", arms["default"], manifest)
     paths = [str(tmp_path / "saved")]
     assert list(evaluate.load_arms(paths, tiny, length=256)) == ["default"]
-    with pytest.warns(BeyondCalibrationWarning, match="of 257 tokens are longer than the 256 positions"):
+    with pytest.warns(BeyondCalibrationWarning, match=message):
         evaluate.load_arms(paths, tiny, length=257)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,11 +13,13 @@ import pytest
 
 from calib import artifact
 from oscar_jax import cli, download, generate, models
-from oscar_jax.generate import BeyondCalibrationWarning, Completion, complete, encode_prompt, stop_tokens, stream
+from oscar_jax.generate import Completion, complete, encode_prompt, stop_tokens, stream
+from oscar_jax.limits import BeyondCalibrationWarning
 from oscar_jax.models import LoadedModel, random_decoder, tiny_config
 from oscar_jax.sampling import Sampling
 from oscar_jax.sharding import make_mesh
 from pallas_kernels.tiers import Tiers
+from pallas_kernels.transform_code import TransformCodes
 from tests.oscar_jax.byte_tokenizer import EOS, byte_tokenizer
 from tests.oscar_jax.tiny import TIERS, codes
 
@@ -57,7 +60,7 @@ def test_two_bit_cache_is_smaller_and_checked_mode_accepts_it(model):
     step, length = run.session.step, len(PROMPT) + 19
     assert step.checked
     history = TIERS.history_tokens(length)
-    assert step.codes is not None
+    assert isinstance(step.codes, TransformCodes)
     row_bits = step.codes.key.row_bits + step.codes.value.row_bits
     expected = (16 * (length - history) + history * row_bits / (2 * CONFIG.head_dim)) / length
     assert done.bits_per_element == pytest.approx(expected)
@@ -137,10 +140,17 @@ def test_wrong_requests_are_named(model):
 
 
 def test_longer_than_the_statistics_warns(model):
-    with pytest.warns(BeyondCalibrationWarning, match=r"20 prompt tokens and up to 20 new ones are more than the 39"):
-        stream(model, PROMPT, codes=codes(), tiers=TIERS, max_tokens=20, max_position=39)
-    stream(model, PROMPT, codes=codes(), tiers=TIERS, max_tokens=20, max_position=40)
-    stream(model, PROMPT, max_tokens=20, max_position=39)
+    options: Any = {"tiers": TIERS, "max_tokens": 20}
+    new = "20 prompt tokens and up to 20 new ones are more than"
+    for manifest, limit in (
+        (artifact.Manifest("test", max_position=39), "the 39 positions"),
+        (artifact.Manifest("test", sequence=9), "4 times the 9 of its calibration"),
+    ):
+        with pytest.warns(BeyondCalibrationWarning, match=f"{new} {limit}"):
+            stream(model, PROMPT, codes=codes(), manifest=manifest, **options)
+        stream(model, PROMPT, manifest=manifest, **options)
+    enough = artifact.Manifest("test", max_position=40, sequence=10)
+    stream(model, PROMPT, codes=codes(), manifest=enough, **options)
 
 
 class _Flushes(io.StringIO):

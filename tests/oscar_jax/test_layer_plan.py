@@ -1,15 +1,25 @@
-"""Layers of different sizes: measured cost, choice, storage, and who takes a plan."""
+"""Layers of different sizes: measured cost, choice, storage, and caches of them."""
 
 import dataclasses
 import json
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
-from calib import artifact
+from calib.artifact import Manifest
+from oscar_jax import cache as cache_module
 from oscar_jax import calibrate as calibration
 from oscar_jax import cli, corpus, evaluate, layer_plan, one_pass, sensitivity
+from oscar_jax.engine import Engine, Request, Shapes
+from oscar_jax.layer_codes import LayerCodes, history_bits
+from oscar_jax.limits import BeyondCalibrationWarning
+from oscar_jax.models import random_decoder, tiny_config
+from oscar_jax.session import Session
+from oscar_jax.step import cache_config, make_step
 from pallas_kernels.tiers import Tiers
+from tests.pallas_kernels.codes import transform_codes
 
 TIERS = Tiers(sink=8, recent=32, group=8, page=16)
 pytestmark = [
@@ -37,7 +47,7 @@ def test_more_slots_go_to_the_layer_where_they_save_most(planned):
     wider = int((costs[16] - costs[32]).argmax())
     assert plan.slots[wider] == 32
     assert sorted(plan.slots) == [16, 32]
-    assert plan.bits_per_element == 4
+    assert history_bits(plan.layer_codes()) == 4
     assert manifest.recipe == "default"
 
 
@@ -45,7 +55,7 @@ def test_more_slots_go_to_the_layer_where_they_save_most(planned):
 def test_the_average_is_kept(planned, bits, sizes):
     plan = layer_plan.choose(planned[0].codes, planned[0].costs, bits)
     assert sorted(plan.slots, key=str, reverse=True) == sorted(sizes, key=str, reverse=True)
-    assert plan.bits_per_element <= bits
+    assert history_bits(plan.layer_codes()) <= bits
 
 
 def test_an_average_out_of_range_is_refused(planned):
@@ -54,42 +64,128 @@ def test_an_average_out_of_range_is_refused(planned):
             layer_plan.choose(planned[0].codes, planned[0].costs, bits)
 
 
+def sized(planned, *slots):
+    return dataclasses.replace(planned[0], slots=slots).layer_codes()
+
+
 def test_a_plan_rounds_each_layer_in_its_size(tiny, tiny_text, planned):
     """Equal sizes are the plain recipe, plain layers the baseline, and a mixture lies between the two sizes."""
-    codes = planned[0].codes
     sizes = {"narrow": (16, 16), "mixed": planned[0].slots, "wide": (32, 32), "plain": (None, None)}
-    plans = {name: dataclasses.replace(planned[0], slots=slots).arm() for name, slots in sizes.items()}
-    arms = plans | {"16": one_pass.from_codes(codes[16])}
+    arms = {name: one_pass.from_codes(sized(planned, *slots)) for name, slots in sizes.items()}
+    arms["16"] = one_pass.from_codes(planned[0].codes[16])
     found = evaluate.score_one_pass(tiny, arms, windows(tiny, tiny_text), tiers=TIERS, progress=False)
     assert found["narrow"].kl.mean() == pytest.approx(found["16"].kl.mean(), rel=1e-3)
     assert found["wide"].kl.mean() < found["mixed"].kl.mean() < found["narrow"].kl.mean()
     assert found["plain"].kl.mean() < 1e-6
 
 
+def cache_bytes_of(tiny, tiers, *slots):
+    """By hand, of one sequence of 400 tokens: pages, plain tiers, page table and length."""
+    heads, pages = 2 * tiny.config.kv_heads, -(-tiers.history_tokens(400) // tiers.page)
+    total = 4 * (pages + 1)
+    for each in slots:
+        if each is None:
+            total += heads * 2 * 16 * 400
+        else:
+            total += heads * (pages * tiers.page * (each // 4 + 2) + 2 * 16 * (tiers.sink + tiers.ring(1)))
+    return total
+
+
+def test_a_cache_with_a_plain_layer_agrees_with_one_pass(tiny, tiny_text, planned):
+    codes, text = sized(planned, None, 16), corpus.TokenText.of(windows(tiny, tiny_text)[0], "held out")
+    options = {"tiers": TIERS, "progress": False}
+    cached = evaluate.evaluate(tiny, {"plan": codes}, text, sequence=400, errors_by_layer=True, **options)
+    arm = cached["arms"]["plan"]
+    single = evaluate.score_one_pass(tiny, {"plan": one_pass.from_codes(codes)}, text.tokens[None], **options)["plan"]
+    assert arm["kl_mean"] == pytest.approx(single.kl.mean(), rel=0.02)
+    assert arm["bits_per_element"] == pytest.approx(single.bits_per_element)
+    assert arm["history_bits_per_element"] == single.history_bits_per_element == 9.5
+    assert arm["cache_bytes"] == cache_bytes_of(tiny, TIERS, None, 16)
+    assert arm["layer_errors"][0] < 1e-6 < arm["layer_errors"][1]
+
+
+@pytest.fixture(scope="module")
+def shuffled():
+    """A model of four layers, a cache of two sequences, and codes in one group and in groups that are no neighbours."""
+    config = dataclasses.replace(tiny_config(), layers=4, windows=(None,) * 4)
+    codes, group = transform_codes(bucket=16, layers=4, head_dim=config.head_dim), (1, 0, 0, 1)
+    parts = [jax.tree.map(lambda leaf, each=each: leaf[np.equal(group, each)], codes) for each in (0, 1)]
+    cache = cache_config(config, max_length=64, tiers=Tiers(4, 8, 4, 8), plain_dtype="float32", batch=2)
+    return random_decoder(config), cache, codes, LayerCodes(tuple(parts), group)
+
+
+def test_layers_in_groups_give_the_logits_of_layers_in_one(shuffled):
+    decoder, config, *both = shuffled
+    tokens = np.random.default_rng(0).integers(0, decoder.config.vocab_size, (2, 48))
+    found = []
+    for codes in both:
+        step = make_step(decoder, config, codes, checked=True)
+        cache, logits = step.init(), []
+        for start in range(0, 48, 16):
+            row, cache = step(cache, tokens[:, start : start + 16], [16, 9])
+            logits.append(row)
+        found.append(np.stack(logits))
+    np.testing.assert_allclose(found[1], found[0], atol=1e-4)
+    with pytest.raises(ValueError, match="codes for 4 layers: expected 2"):
+        cache_module.init_cache(dataclasses.replace(config, layers=2), both[1])
+
+
+def test_an_engine_takes_layers_in_groups_and_warns_beyond_its_artifact(shuffled):
+    decoder, config, codes, grouped = shuffled
+    prompts = [np.random.default_rng(1).integers(0, 96, length).tolist() for length in (37, 16)]
+    options: Any = {"max_length": 64, "tiers": config.tiers, "plain_dtype": "float32"}
+    options |= {"shapes": Shapes(2, (2,), (2,), (16,)), "manifest": Manifest("default-plan", sequence=15)}
+    with pytest.warns(BeyondCalibrationWarning, match="max_length=64 is more than 4 times the 15 of its calibration"):
+        engine = Engine(decoder, grouped, **options)
+    stats = engine.stats()
+    assert stats.device_bytes == stats.expected_bytes
+    found = engine.complete([Request(prompt, max_tokens=5) for prompt in prompts])
+    session = Session(make_step(decoder, config, codes), chunks=(16,))
+    logits, expected = session.prefill(prompts), []
+    for _ in range(5):  # one token in calls of 16, whose program is there already
+        expected.append(np.asarray(logits).argmax(-1))
+        logits = session.feed(np.repeat(expected[-1][:, None], 16, axis=1), [1, 1])
+    assert found == np.transpose(expected).tolist()
+
+
+def test_a_damaged_scale_is_named_by_the_models_layer(shuffled):
+    _, config, _, codes = shuffled
+    cache: Any = cache_module.init_cache(config, codes)
+    pages = cache.history[1].value
+    broken = dataclasses.replace(pages, scale=pages.scale.at[1, 0, 0, 2].set(np.nan))
+    history = cache.history[0], dataclasses.replace(cache.history[1], value=broken)
+    cache = dataclasses.replace(cache, history=history, lengths=cache.lengths + 40)
+    with pytest.raises(ValueError, match="sequence 0, layer 3, head 0, position 6: value scale is nan"):
+        cache_module.check_cache(cache, config, codes)
+
+
 def run(*arguments):
     return cli.main([str(argument) for argument in arguments])
 
 
-def test_the_command_writes_a_plan_that_evaluate_reads_in_one_pass(tiny, tiny_folder, tiny_text, tmp_path, capsys):
+def test_the_commands_read_a_plan_as_any_artifact(tiny, tiny_folder, tiny_text, tmp_path, capsys):
     text = ["--text", tiny_text / "calibration.txt", "--tokens", 800, "--sequence", 400, "--bucket", 128, "--json"]
     out = tmp_path / "plan"
     assert run("calibrate", "--model", tiny_folder, "--average-bits", 4, "--sizes", "1,2", "--out", out, *text) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert json.loads((out / "plan.json").read_text())["slots"] == report["slots"]
-    common = ["--model", tiny_folder, "--text", tiny_text / "heldout.txt", "--tokens", 400, "--sequence", 400]
-    common += ["--sink", 8, "--recent", 32, "--json", "--artifact", out]
-    assert run("evaluate", *common, "--one-pass") == 0
-    arm = json.loads(capsys.readouterr().out.splitlines()[-1])["arms"]["default-plan"]
-    assert arm["history_bits_per_element"] == report["bits_per_element"] == 4
-    plan, _ = layer_plan.load(out, tiny)
-    assert [codes.layers for codes in plan.codes.values()] == [1, 1]
-    whole = evaluate.score_one_pass(
-        tiny, {"plan": plan.arm()}, windows(tiny, tiny_text), tiers=Tiers(sink=8, recent=32), progress=False
-    )
-    assert arm["kl_mean"] == pytest.approx(whole["plan"].kl.mean(), rel=1e-3)
-    # No cache takes it yet, and the refusal says what does.
-    assert run("evaluate", *common) == 2
-    assert "its layers have different sizes, which no cache takes yet" in capsys.readouterr().err
+    codes, manifest = layer_plan.load(out, model=tiny.identity)
+    assert isinstance(codes, LayerCodes)
+    assert sorted(codes.group) == [0, 1]
+    assert manifest.recipe == "default-plan"
+    common = ["--model", tiny_folder, "--artifact", out, "--sink", 8, "--recent", 32, "--json"]
+    evaluated = ["evaluate", *common, "--text", tiny_text / "heldout.txt", "--tokens", 400, "--sequence", 400]
+    found = []
+    for mode in (["--one-pass"], []):
+        assert run(*evaluated, *mode) == 0
+        found.append(json.loads(capsys.readouterr().out.splitlines()[-1])["arms"]["default-plan"])
+        assert found[-1]["history_bits_per_element"] == report["bits_per_element"] == 4
+    assert found[0]["kl_mean"] == pytest.approx(found[1]["kl_mean"], rel=0.02)
+    assert found[1]["cache_bytes"] == cache_bytes_of(tiny, Tiers(sink=8, recent=32), *report["slots"])
+    assert run("generate", *common, "--prompt", "a question " * 20, "--max-tokens", 4, "--no-chat") == 0
+    assert 4 < json.loads(capsys.readouterr().out.splitlines()[-1])["bits_per_element"] < 16
+    assert run("inspect", out) == 2
+    assert "different sizes, which this does not take; name one of slots-16, slots-32" in capsys.readouterr().err
     assert run("calibrate", "--recipe", "default,naive", "--average-bits", 4, "--out", out, *text) == 2
     assert "expected one recipe" in capsys.readouterr().err
 
@@ -98,16 +194,15 @@ def test_a_damaged_plan_is_named(tiny, planned, tmp_path):
     plan, manifest = planned
     manifest = dataclasses.replace(manifest, model=tiny.identity)
     layer_plan.save(tmp_path, plan, manifest)
-    assert layer_plan.load(tmp_path, tiny)[0].slots == plan.slots
-    with pytest.raises(ValueError, match="no cache takes yet"):
-        artifact.load(tmp_path)
+    assert layer_plan.load(tmp_path)[1].recipe == "default-plan"
     content = json.loads((tmp_path / "plan.json").read_text())
     for damage, message in (
         ({"slots": content["slots"][::-1]}, r"does not hold the layers of plan\.json"),
-        ({"slots": [16, 16, 16]}, "of 3 layers, the model has 2"),
+        ({"slots": [16, 32, 16]}, r"does not hold the layers of plan\.json"),
         ({"slots": [64, 64]}, "slots-64: no such directory"),
-        ({"costs": 3}, "not a plan of layers"),
+        ({"slots": 3}, "not a plan of layers"),
+        ({"slots": [None, None]}, "not a plan of layers"),
     ):
         (tmp_path / "plan.json").write_text(json.dumps(content | damage))
         with pytest.raises(ValueError, match=message):
-            layer_plan.load(tmp_path, tiny)
+            layer_plan.load(tmp_path, model=tiny.identity)

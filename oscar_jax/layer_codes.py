@@ -1,0 +1,99 @@
+"""`LayerCodes`: transform codes of a model whose layers do not all have the same size."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from pallas_kernels.transform_code import TransformCodes
+
+if TYPE_CHECKING:
+    from oscar_jax.cache import CacheConfig, KVCache
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["codes"], meta_fields=["group"])
+@dataclasses.dataclass(frozen=True)
+class LayerCodes:
+    """Layers in groups: those of a group have the same number of slots, or stay plain.
+
+    Attributes:
+        codes: of each group, for its layers in ascending order; None for layers that stay plain.
+        group: of each layer of the model, the number of its group.
+    """
+
+    codes: tuple[TransformCodes | None, ...]
+    group: tuple[int, ...]
+
+    @property
+    def layers(self) -> int:
+        return len(self.group)
+
+    @property
+    def kv_heads(self) -> int:
+        return next((code.kv_heads for code in self.codes if code is not None), 1)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Each layer's number within its group."""
+        return tuple(self.group[:layer].count(number) for layer, number in enumerate(self.group))
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """How many layers in a row are of which group: `(count, group)`, from the first layer on."""
+        return [(len(list(run)), number) for number, run in itertools.groupby(self.group)]
+
+    def layers_of(self, number: int) -> list[int]:
+        """The model's layers of a group."""
+        return [layer for layer, each in enumerate(self.group) if each == number]
+
+
+def history_bits(codes: TransformCodes | LayerCodes | None) -> float:
+    """Bits per K or V element of history rows, scales and offsets counted, the mean over layers; 16 without codes."""
+    if codes is None:
+        return 16.0
+    if isinstance(codes, LayerCodes):
+        return sum(history_bits(codes.codes[number]) for number in codes.group) / codes.layers
+    return (codes.key.row_bits + codes.value.row_bits) / (2 * codes.head_dim)
+
+
+def groups_of(
+    config: CacheConfig, codes: TransformCodes | LayerCodes | None
+) -> list[tuple[CacheConfig, TransformCodes | None]]:
+    """Of each group, the configuration of a cache of its layers alone, and its codes.
+
+    Raises:
+        ValueError: codes of another number of layers.
+    """
+    if not isinstance(codes, LayerCodes):
+        return [(config, codes)]
+    if codes.layers != config.layers:
+        raise ValueError(f"codes for {codes.layers} layers: expected {config.layers}; calibrate this model.")
+    groups = []
+    for number, code in enumerate(codes.codes):
+        layers = codes.layers_of(number)
+        windows = None if config.windows is None else tuple(config.windows[layer] for layer in layers)
+        own = dataclasses.replace(config, layers=len(layers), windows=windows)
+        if code is None:  # recents for all of the longest sequence, which not every implementation reads
+            tiers = dataclasses.replace(config.tiers, recent=max(config.tiers.recent, config.max_length))
+            own = dataclasses.replace(own, tiers=tiers, implementation=None)
+        groups.append((own, code))
+    return groups
+
+
+def of_group(cache: KVCache, number: int) -> KVCache:
+    """A group's cache."""
+    parts: Any = cache
+    return dataclasses.replace(cache, plain=parts.plain[number], history=parts.history[number])
+
+
+def with_group(cache: KVCache, number: int, new: KVCache) -> KVCache:
+    """The cache with another one for a group."""
+
+    def put(parts: Any, part: Any) -> Any:
+        return *parts[:number], part, *parts[number + 1 :]
+
+    return dataclasses.replace(cache, plain=put(cache.plain, new.plain), history=put(cache.history, new.history))

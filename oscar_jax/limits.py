@@ -1,0 +1,41 @@
+"""How long a sequence may get before its quality is unknown, and the warning about it."""
+
+from __future__ import annotations
+
+import warnings
+
+from calib.artifact import Manifest
+
+MEASURED_STRETCH = 4
+"""Longest sequences whose quality has been measured, in lengths of the calibration's sequences (docs/quality.md)."""
+
+
+class BeyondCalibrationWarning(UserWarning):
+    """A sequence will be longer than what an artifact's statistics cover, or than what has been measured."""
+
+
+def warn_beyond(manifest: Manifest, length: int, *, what: str, stacklevel: int = 2) -> None:
+    """Warns of sequences that outgrow an artifact.
+
+    Args:
+        length: tokens of the longest sequence.
+        what: the artifact and the sequence in words, the message's beginning.
+        stacklevel: as for `warnings.warn`, of the caller.
+
+    Warns:
+        BeyondCalibrationWarning: `length` is beyond the manifest's `max_position`, or more than `MEASURED_STRETCH`
+            times the length of its calibration sequences.
+    """
+    if manifest.max_position is not None and length > manifest.max_position:
+        message = (
+            f"{what} more than the {manifest.max_position} positions its statistics cover: quality may drop beyond; "
+            f"calibrate with max_position={length}."
+        )
+    elif manifest.sequence is not None and length > MEASURED_STRETCH * manifest.sequence:
+        message = (
+            f"{what} more than {MEASURED_STRETCH} times the {manifest.sequence} of its calibration sequences, up to "
+            f"which quality has been measured; calibrate with sequence={-(-length // MEASURED_STRETCH)}."
+        )
+    else:
+        return
+    warnings.warn(message, BeyondCalibrationWarning, stacklevel=stacklevel + 1)
