@@ -444,6 +444,9 @@ def _add_bench(commands: Any) -> None:
     soak = actions.add_parser("soak", help="random requests of the engine, each compared with itself run alone")
     soak.add_argument("--requests", type=_positive, default=2000, metavar="N", help="default: %(default)s")
     soak.add_argument("--rows", type=_positive, default=16, metavar="N", help="at once (default: %(default)s)")
+    soak.add_argument(
+        "--pages", type=_positive, metavar="N", help="of the pool (default: 34, more for 24 rows or more)"
+    )
     soak.add_argument("--seed", type=_non_negative, default=0, metavar="N", help="default: %(default)s")
     soak.add_argument("--out", metavar="FILE", help="where to write the counts and the growth of memory")
     _add_json(soak)

@@ -37,27 +37,33 @@ CONFIG = tiny_config(head_dim=64, hidden_size=128, vocab_size=256, max_position=
 
 
 def soak(
-    requests: int, *, seed: int = 0, rows: int = 16, mesh: jax.sharding.Mesh | None = None
+    requests: int,
+    *,
+    seed: int = 0,
+    rows: int = 16,
+    pages: int | None = None,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> dict[str, int | float]:
     """Runs and compares.
 
     Args:
         requests: how many.
         rows: at once, in each part of the mesh; calls of all rows, so the same ones together and alone.
+        pages: of the pool, in each part; None for so few that some requests are preempted.
         mesh: of the engine.
 
     Returns:
         `requests`, `mismatches`, `ties` (first differences where the two best logits are closer than 1e-4),
         `leaked_pages`, `preemptions`, `cancelled`, `prefix_hits`, `compilations` after the warm-up, `memory_growth`
         (bytes by which the process's peak rose in the second half of the requests), `most_at_once` and `mean_at_once`
-        (requests running after a step), `pages` of the pool (in each part), `minutes`.
+        (requests running after a step), `pages`, `minutes`.
     """
     began = time.perf_counter()
     decoder = random_decoder(CONFIG, seed=seed)
     codes = calibrated(decoder, seed=seed)
     shapes = Shapes(rows, (rows,), (2,), (64,), drafts=3)
     options: dict[str, Any] = {"max_length": 1024, "tiers": TIERS, "plain_dtype": "float32", "shapes": shapes}
-    pages = max(PAGES, int(ROW_PAGES * rows))
+    pages = pages or max(PAGES, int(ROW_PAGES * rows))
     engine = Engine(decoder, codes, pages=pages, tails=48, tail_every=128, mesh=mesh, **options)
     engine.warm_up()
     compiled = compilations()
