@@ -25,6 +25,7 @@ _INPUT_ERRORS = (
 )
 _DISK_FULL = "No space left on device"
 _MODEL = "smollm2-135m"
+_DEFAULT_TEXT = "default: Wikipedia summaries, the King James Bible, Python's documentation and library"
 _HANDLERS = {
     "demo": "oscar_jax.demo",
     "calibrate": "oscar_jax.calibrate",
@@ -195,7 +196,7 @@ def _add_calibrate(commands: Any) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="may be repeated (default: Wikipedia summaries, Python's documentation and library)",
+        help=f"may be repeated ({_DEFAULT_TEXT})",
     )
     calibrate.add_argument("--tokens", type=_positive, default=65536, metavar="N", help="default: %(default)s")
     calibrate.add_argument(
@@ -252,7 +253,9 @@ def _add_arms(command: argparse.ArgumentParser) -> None:
         "--artifact", action="append", default=[], metavar="DIR", help="already calibrated; may be repeated"
     )
     command.add_argument(
-        "--calibrate-on", metavar="FILE", help="default: Wikipedia summaries, Python's documentation and library"
+        "--calibrate-on",
+        metavar="FILE",
+        help=_DEFAULT_TEXT,
     )
     command.add_argument(
         "--calibration-tokens", type=_positive, default=65536, metavar="N", help="default: %(default)s"

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     model = load(args.model)
     encode = calibrate.encoder(model)
     text = corpus.heldout_text(encode, args.windows * args.sequence, file=args.text, minimum=args.sequence)
-    source = corpus.calibration_text(encode, args.calibration_tokens, library=False)
+    source = corpus.calibration_text(encode, args.calibration_tokens, subset=True)
     prompt = _prompt(model, args.prompt, args.max_tokens)
     out.mkdir(parents=True, exist_ok=True)  # only now: a request that cannot be met leaves nothing behind
 

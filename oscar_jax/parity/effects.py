@@ -84,7 +84,7 @@ def main() -> None:
 def measure(model: LoadedModel) -> dict[str, Any]:
     """`rows` of `variant`, `error` over all queries, `decoded_error` over those after the prompt, and `apart`."""
     encode = encoder(model)
-    text = corpus.calibration_text(encode, CALIBRATION_TOKENS, library=False)
+    text = corpus.calibration_text(encode, CALIBRATION_TOKENS, subset=True)
     fitted = {name: codes for name, (codes, _) in calibrate(model, text, list(RECIPES)).items()}
     tokens = corpus.heldout_text(encode, tokens=TOKENS).tokens
     layers = range(0, model.config.layers, LAYER_STRIDE)

@@ -27,6 +27,13 @@ def wiki(tmp_path):
     return path
 
 
+@pytest.fixture
+def prose(tmp_path):
+    path = tmp_path / "prose.py"
+    path.write_text('raise SystemExit\ntext = """\n' + "In the beginning. " * 500 + '\n"""\nmore = """no"""\n')
+    return path
+
+
 def test_splits_are_disjoint_and_complete(wiki):
     calibration = corpus.wiki_summaries("calibration", wiki)
     heldout = corpus.wiki_summaries("heldout", wiki)
@@ -72,14 +79,26 @@ def test_python_topics_are_stable_and_long():
     assert all(topics)
 
 
-def test_the_default_mixture_is_prose_documentation_and_code(wiki):
-    text = corpus.calibration_text(encode, 1000, wiki_path=wiki)
-    prose = corpus.take(corpus.wiki_summaries("calibration", wiki), encode, 500)
-    topics = corpus.take(corpus.python_topics(), encode, 200)
-    code = corpus.take(corpus.python_library(), encode, 300)
-    np.testing.assert_array_equal(text.tokens, np.concatenate([prose, topics, code]))
+def test_the_default_mixture_is_prose_short_and_long_documentation_and_code(wiki, prose):
+    text = corpus.calibration_text(encode, 1000, wiki_path=wiki, prose_path=prose)
+    parts = [
+        corpus.take(corpus.wiki_summaries("calibration", wiki), encode, 450),
+        corpus.take(corpus.python_topics(), encode, 150),
+        encode("In the beginning. " * 500)[:250],
+        corpus.take(corpus.python_library(), encode, 150),
+    ]
+    np.testing.assert_array_equal(text.tokens, np.concatenate(parts))
     assert text.description == (
-        "500 tokens of Wikipedia summaries + 200 tokens of Python topics + 300 tokens of Python's library"
+        "450 tokens of Wikipedia summaries + 150 tokens of Python topics + 250 tokens of the King James Bible + "
+        "150 tokens of Python's library"
+    )
+
+
+def test_a_python_without_its_library_leaves_its_part_to_the_others(wiki, prose, monkeypatch):
+    monkeypatch.setattr(corpus, "python_library", list)
+    text = corpus.calibration_text(encode, 850, wiki_path=wiki, prose_path=prose)
+    assert text.description == (
+        "450 tokens of Wikipedia summaries + 150 tokens of Python topics + 250 tokens of the King James Bible"
     )
 
 
@@ -90,27 +109,25 @@ def test_modules_of_the_library_are_stable_short_and_many():
     assert max(map(len, modules)) <= 8192
 
 
-def test_without_the_library_the_mixture_is_three_to_one(wiki, monkeypatch):
-    text = corpus.calibration_text(encode, 1000, wiki_path=wiki, library=False)
+def test_the_subset_is_three_to_one(wiki):
+    text = corpus.calibration_text(encode, 1000, wiki_path=wiki, subset=True)
     assert len(text.tokens) == 1000
     assert text.tokens.dtype == np.int32
     assert text.description == "750 tokens of Wikipedia summaries + 250 tokens of Python topics"
     prose = corpus.take(corpus.wiki_summaries("calibration", wiki), encode, 750)
     np.testing.assert_array_equal(text.tokens[:750], prose)
     np.testing.assert_array_equal(text.tokens[750:], corpus.take(corpus.python_topics(), encode, 250))
-    monkeypatch.setattr(corpus, "python_library", list)
-    assert corpus.calibration_text(encode, 1000, wiki_path=wiki).sha256 == text.sha256
 
 
 def test_demo_mixture_is_six_thousand_and_two(wiki):
-    text = corpus.calibration_text(encode, 8192, wiki_path=wiki, library=False)
+    text = corpus.calibration_text(encode, 8192, wiki_path=wiki, subset=True)
     assert text.description == "6144 tokens of Wikipedia summaries + 2048 tokens of Python topics"
 
 
 def test_hash_is_that_of_the_ids(wiki):
-    text = corpus.calibration_text(encode, 100, wiki_path=wiki)
+    text = corpus.calibration_text(encode, 100, wiki_path=wiki, subset=True)
     assert text.sha256 == hashlib.sha256(text.tokens.astype("<i4").tobytes()).hexdigest()
-    assert text.sha256 != corpus.calibration_text(encode, 101, wiki_path=wiki).sha256
+    assert text.sha256 != corpus.calibration_text(encode, 101, wiki_path=wiki, subset=True).sha256
     assert text.identity == TextIdentity(text.description, text.sha256, 100)
 
 
@@ -130,7 +147,7 @@ def test_short_files_give_what_they_have(tmp_path):
 
 
 def test_heldout_shares_no_article_with_calibration(wiki):
-    calibration = bytes(corpus.calibration_text(encode, 10**6, wiki_path=wiki).tokens.tolist()).decode()
+    calibration = bytes(corpus.calibration_text(encode, 10**6, wiki_path=wiki, subset=True).tokens.tolist()).decode()
     heldout = bytes(corpus.heldout_text(encode, 10**6, wiki_path=wiki).tokens.tolist()).decode()
     articles = [line for line in heldout.split("\n\n") if line.startswith("Summary")]
     assert len(articles) > 50

@@ -98,7 +98,11 @@ def test_files_are_found(dispatch, empty, declared):
     asset.path.parent.mkdir(parents=True)
     with asset.path.open("wb") as file:
         file.truncate(asset.bytes)
-    assert doctor.report(empty)["downloads"] == {"smollm2-135m": None, "wiki-summaries": str(asset.path)}
+    assert doctor.report(empty)["downloads"] == {
+        "smollm2-135m": None,
+        "wiki-summaries": str(asset.path),
+        "king-james-bible": None,
+    }
 
 
 def test_artifacts_are_found_and_a_broken_one_is_named(dispatch, empty, declared):

