@@ -8,6 +8,7 @@ tiers to. If these are done in the order of the calls, every sequence reads what
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -93,11 +94,11 @@ class Allocator:
             chain: hash of blocks; another one is of use to tests only.
 
         Raises:
-            ValueError: a negative count.
+            ValueError: a count that is negative or no whole number.
         """
         for name, count in (("pages", pages), ("tails", tails), ("take_back", take_back)):
-            if count < 0:
-                raise ValueError(f"{name}={count}: expected at least 0.")
+            if not isinstance(count, numbers.Integral) or count < 0:
+                raise ValueError(f"{name}={count!r}: expected a whole number, at least 0.")
         self.tiers = tiers
         self.pool = Pool(pages)
         self.tree = PrefixTree(self.pool, tiers, slots=tails, chain=chain)

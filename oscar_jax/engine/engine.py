@@ -136,6 +136,9 @@ class Engine:
         if tails < 0:
             raise ValueError(f"tails={tails}: expected at least 0.")
         self.shapes = shapes = shapes or Shapes.of(8)
+        recent = (tiers or Tiers()).recent
+        if shapes.drafts + 2 > recent:
+            raise ValueError(f"drafts={shapes.drafts} with recent={recent}: expected at most {recent - 2}.")
         parts = 1 if mesh is None else mesh.shape[DATA]
         config = cache_config(
             decoder.config,

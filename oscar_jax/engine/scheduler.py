@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import numbers
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -172,8 +173,8 @@ class Scheduler:
         needed, pages = allocators[0].tiers.history_pages(max_length), allocators[0].pool.size
         if needed and pages < needed + 1:
             raise ValueError(f"pages={pages}: a sequence of max_length={max_length} needs {needed}, and one to copy.")
-        if tail_every < 1:
-            raise ValueError(f"tail_every={tail_every}: expected at least 1.")
+        if not isinstance(tail_every, numbers.Integral) or tail_every < 1:
+            raise ValueError(f"tail_every={tail_every!r}: expected a whole number, at least 1.")
         if drafter is not None and not shapes.drafts:
             raise ValueError("drafter with drafts=0: expected room for drafted tokens in the shapes.")
         self.counts = Counts()

@@ -192,7 +192,7 @@ def test_refusals_change_nothing_and_say_why():
     with pytest.raises(ValueError, match=rf"sequence {begun.sequence}: expected"):
         allocator.end(begun.sequence)
     for name in ("pages", "tails", "take_back"):
-        with pytest.raises(ValueError, match=rf"{name}=-1: expected at least 0"):
+        with pytest.raises(ValueError, match=rf"{name}=-1: expected a whole number, at least 0"):
             new(**{name: -1})
 
 

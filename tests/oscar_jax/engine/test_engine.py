@@ -179,6 +179,12 @@ def test_wrong_requests_and_sizes_are_named(engine, decoder):
             Engine(decoder, codes(), memory_fraction=0.5, **OPTIONS)
     with pytest.raises(ValueError, match=r"tails=-1"):
         Engine(decoder, codes(), tails=-1, **OPTIONS)
+    with pytest.raises(ValueError, match=r"pages=20.5: expected a whole number"):
+        Engine(decoder, codes(), pages=20.5, **OPTIONS)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"tail_every=2.5: expected a whole number"):
+        Engine(decoder, codes(), tail_every=2.5, **OPTIONS)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"drafts=7 with recent=8: expected at most 6"):
+        Engine(decoder, codes(), max_length=96, tiers=TIERS, shapes=Shapes.of(2, drafts=7))
     with pytest.raises(ValueError, match=r"sampling=0.5: expected an oscar_jax.Sampling, or None"):
         engine.submit(Request([1], sampling=0.5))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"codes=None: a plain cache has no pages"):
