@@ -17,6 +17,7 @@ from oscar_jax.layer_codes import LayerCodes, history_bits
 from oscar_jax.limits import BeyondCalibrationWarning
 from oscar_jax.models import random_decoder, tiny_config
 from oscar_jax.session import Session
+from oscar_jax.sharding import make_mesh
 from oscar_jax.step import cache_config, make_step
 from pallas_kernels.tiers import Tiers
 from tests.pallas_kernels.codes import transform_codes
@@ -114,20 +115,21 @@ def shuffled():
     return random_decoder(config), cache, codes, LayerCodes(tuple(parts), group)
 
 
-def test_layers_in_groups_give_the_logits_of_layers_in_one(shuffled):
-    decoder, config, *both = shuffled
+def test_layers_in_groups_give_the_logits_of_layers_in_one_on_a_mesh_too(shuffled):
+    decoder, config, codes, grouped = shuffled
+    on_mesh = dataclasses.replace(config, mesh=make_mesh(data=2, tensor=2))
     tokens = np.random.default_rng(0).integers(0, decoder.config.vocab_size, (2, 48))
     found = []
-    for codes in both:
-        step = make_step(decoder, config, codes, checked=True)
+    for settings, each in ((config, codes), (config, grouped), (on_mesh, grouped)):
+        step = make_step(decoder, settings, each, checked=True)
         cache, logits = step.init(), []
         for start in range(0, 48, 16):
             row, cache = step(cache, tokens[:, start : start + 16], [16, 9])
             logits.append(row)
         found.append(np.stack(logits))
-    np.testing.assert_allclose(found[1], found[0], atol=1e-4)
+    np.testing.assert_allclose(found[1:], [found[0]] * 2, atol=1e-4)
     with pytest.raises(ValueError, match="codes for 4 layers: expected 2"):
-        cache_module.init_cache(dataclasses.replace(config, layers=2), both[1])
+        cache_module.init_cache(dataclasses.replace(config, layers=2), grouped)
 
 
 def test_an_engine_takes_layers_in_groups_and_warns_beyond_its_artifact(shuffled):
