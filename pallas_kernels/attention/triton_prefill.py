@@ -310,7 +310,7 @@ def _over_history(plan: _Plan, operands: _Operands, program: _Program) -> _State
     # Tiles that every row sees whole need no mask.
     full_begin = tiles(_low_of(plan, operands, last), up=True)
     full_end = tiles(_end_of(plan, program.start, first), up=False)
-    usable_end = _end_of(plan, program.start, last)
+    usable_begin, usable_end = _low_of(plan, operands, first), _end_of(plan, program.start, last)
 
     def visit(bucket, state: _State) -> _State:
         query, shift = _query(plan, operands, program, bucket)
@@ -318,7 +318,8 @@ def _over_history(plan: _Plan, operands: _Operands, program: _Program) -> _State
 
         def absorb(i, state: _State, stored: _Tile, *, edge: bool) -> _State:
             position = sink + i * tile + ops.iota(tile)
-            key, value = _widened(plan, stored, position < usable_end if edge else None)
+            usable = (position >= usable_begin) & (position < usable_end) if edge else None
+            key, value = _widened(plan, stored, usable)
             logits = _dot(plan, query, key, contract=1)
             if plan.spec.softcap is not None:
                 logits = plan.spec.softcap * ops.LOG2E * jnp.tanh(logits + shift[:, None])
@@ -382,7 +383,10 @@ def _over_plain(plan: _Plan, operands: _Operands, program: _Program, state: _Sta
         x = loaded(plgpu.load(at, mask=usable[:, None] & known[None, :], other=0))
         return x if x.dtype == query.dtype else x.astype(jnp.float32)
 
+    visible = _low_of(plan, operands, jnp.minimum(first, last))  # what lies before it may be anything
+
     def absorb(state: _State, refs, lead, place, position, usable) -> _State:
+        usable &= position >= visible
         keys, values = (read(ref, lead, place, usable) for ref in refs)
         logits = _dot(plan, query.astype(keys.dtype), keys, contract=1) * plan.logit_scale
         if plan.spec.softcap is not None:

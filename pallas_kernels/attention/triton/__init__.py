@@ -166,9 +166,7 @@ def _plan(q, k, plain, history, page_indices, codes, tiers, spec, windowed, span
     total = pl.cdiv(capacity, tile)
     bucket = total if codes.bucket is None else codes.bucket // tile
     rows = tokens * (heads // kv_heads)
-    # Rows of 16 bytes are operands in pairs only, and so with eight rows of queries.
-    least = 8 if codes.key.slots == 64 else 4
-    block = min(MAX_ROWS, max(least, pl.next_power_of_2(rows)))
+    block = min(MAX_ROWS, max(4, pl.next_power_of_2(rows)))
     row_blocks = pl.cdiv(rows, block)
     span = _span(total, bucket, batch * kv_heads * row_blocks, block) if span is None else span
     buckets = pl.cdiv(total, bucket)

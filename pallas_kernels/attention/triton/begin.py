@@ -173,12 +173,16 @@ def _attend_plain(
         output = output * rescale[:, None] + product(probabilities.astype(values.dtype), values, 0)
         return top, total * rescale + jnp.sum(probabilities, axis=1), output
 
+    def inside(position):
+        """Whether some row's window may hold it: what lies before may be anything."""
+        return position > start - window_ref[0] if plan.windowed else position >= 0
+
     def over(state, first, last, visit):
         return lax.fori_loop(ops.div(first, PLAIN_TILE), ops.div(last + PLAIN_TILE - 1, PLAIN_TILE), visit, state)
 
     def sinks(i, state):
         place = i * PLAIN_TILE + ops.iota(PLAIN_TILE)
-        usable = place < jnp.minimum(start, sink)
+        usable = inside(place) & (place < jnp.minimum(start, sink))
         return absorb(state, sink_k_ref, sink_v_ref, (layer, batch), place, place, usable, usable[None, :])
 
     turn = ops.rem(start, ring)  # places from here on hold tokens of the turn before
@@ -186,7 +190,7 @@ def _attend_plain(
     def recents(i, state):
         place = i * PLAIN_TILE + ops.iota(PLAIN_TILE)
         held = start - turn + place - jnp.where(place < turn, 0, ring)
-        usable = (place < ring) & (held >= sink)
+        usable = inside(held) & (place < ring) & (held >= sink)
         seen = usable[None, :] & (held[None, :] >= end)
         return absorb(state, recent_k_ref, recent_v_ref, (layer, batch), place, held, usable, seen)
 

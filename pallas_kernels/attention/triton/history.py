@@ -9,7 +9,8 @@ Four query rows are columns of `keys x queries`, with low and high bytes in neig
 `mma`. Eight are rows of `queries x keys`, low bytes above high ones. Then a thread holds, of a query, two neighbouring
 columns, and with even and odd tokens in products of their own those are four neighbouring tokens: what it has to hold
 of the next product's operand, so that probabilities never leave their thread. Where a row of keys is 16 bytes (D = 64)
-even and odd tokens are one row of 32, and queries are twice there, with zeros in place of the other half.
+even and odd tokens are one row of 32, and queries are twice there, with zeros in place of the other half. Four query
+rows then are eight, of which one half sees the even tokens and the other the odd ones, and become four in the end.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def attend_history(
     batch, head, block, index, split = ops.program(plan)
     layer, start, count = layer_ref[0], starts_ref[batch], counts_ref[batch]
     tile, sink = plan.tile, plan.tiers.sink
-    rows = ops.rows_of(plan, block, ops.iota(plan.rows))
+    form = _Rows(plan) if plan.by_rows else _Columns(plan)
+    rows = ops.rows_of(plan, block, form.local)
     bias = ops.BYTES_BIAS if plan.by_rows else 0  # of probabilities as fixed point
 
     def end_of(position):  # in history, not in the sequence
@@ -151,8 +153,6 @@ def attend_history(
         byte = ops.iota(size)[:, None]
         return ops.load(value_ref, layer, page, head, jnp.where(byte < real, byte, 0), place[None, :], mask=byte < real)
 
-    form = _Rows(plan) if plan.by_rows else _Columns(plan)
-
     def absorb(state: _State, at: _Tile, query, numbers: ops.Numbers, masks=None, usable=None) -> _State:
         logits = form.logits(query, numbers, at, read_keys, masks)
         highest = form.over_tokens(jnp.max, functools.reduce(jnp.maximum, logits))
@@ -194,7 +194,7 @@ def attend_history(
         return _State(
             maximum,
             added(state.total, total),
-            added(state.scales, whole, tile * (ops.MAGIC_BITS + bias)),
+            added(state.scales, whole, form.tokens * (ops.MAGIC_BITS + bias)),
             added(state.offsets, biased) if biased else state.offsets,
             state.poison + 0.0 * scales,
             tuple(mixed(i, x) for i, x in enumerate(state.planes)),
@@ -205,7 +205,7 @@ def attend_history(
         query = form.query(queries_ref, batch, index, bucket)
         numbers = ops.Numbers(
             *(
-                plgpu.load(numbers_ref.at[batch, index, bucket, jnp.int32(j), :])
+                ops.load(numbers_ref, batch, index, bucket, jnp.int32(j), form.local)
                 for j in range(len(ops.Numbers._fields))
             )
         )
@@ -224,7 +224,8 @@ def attend_history(
             seen = [
                 (token < form.of_rows(row_end)) & (token >= form.of_rows(row_low)) for token in form.numbers(i * tile)
             ]
-            usable = i * tile + ops.iota(tile) < end_of(start + plan.tokens - 1)
+            token = i * tile + ops.iota(tile)
+            usable = (token < end_of(start + plan.tokens - 1)) & (token >= low_of(start))
             return absorb(state, read_tile(i), query, numbers, seen, usable)
 
         state, _ = lax.fori_loop(first, last, whole, (state, read_tile(first)))
@@ -232,8 +233,8 @@ def attend_history(
         state = lax.fori_loop(jnp.zeros_like(edges), edges, edge, state)
         return state._replace(maximum=state.maximum + shift)
 
-    zero = jnp.zeros((plan.rows,), jnp.float32)
-    planes = (jnp.zeros((plan.value_block, plan.rows), jnp.float32),) * ops.PLANES
+    zero = jnp.zeros(form.local.shape, jnp.float32)
+    planes = (jnp.zeros((plan.value_block, zero.size), jnp.float32),) * ops.PLANES
     state = _State(zero + ops.MASKED, zero, zero, zero, jnp.zeros((tile,), jnp.float32), planes)
     if plan.span <= plan.bucket:
         state = run(state, ops.div(split * plan.span, plan.bucket), begin, jnp.maximum(begin, end))
@@ -245,6 +246,8 @@ def attend_history(
 
         last = ops.div(jnp.maximum(end, begin) + plan.bucket - 1, plan.bucket)
         state = lax.fori_loop(ops.div(begin, plan.bucket), last, visit, state)
+    if plan.parted:
+        state = _joined(plan, state)
 
     plgpu.store(sums_ref.at[batch, index, split, jnp.int32(0), :], state.maximum)
     total = state.total + jnp.sum(state.poison, axis=0)
@@ -257,11 +260,23 @@ def attend_history(
         plgpu.store(ops.at(output_ref, batch, index, split, item), flipped * 4.0**-i + offset[None, :])
 
 
+def _joined(plan: ops.Plan, state: _State) -> _State:
+    """The state of query rows from that of rows of even and of odd tokens, in turns."""
+    pairs = (plan.rows, 2)
+    maximum = jnp.max(state.maximum.reshape(pairs), axis=1)
+    factor = ops.exp2(plan, state.maximum - jnp.broadcast_to(maximum[:, None], pairs).reshape(-1))
+    total, scales, offsets = (
+        jnp.sum((x * factor).reshape(pairs), axis=1) for x in (state.total, state.scales, state.offsets)
+    )
+    planes = tuple(jnp.sum((x * factor[None, :]).reshape(-1, *pairs), axis=2) for x in state.planes)
+    return _State(maximum, total, scales, offsets, state.poison, planes)
+
+
 class _Columns:
     """Queries as columns of the products; tokens of a tile in parts `[PART, R]`."""
 
     def __init__(self, plan: ops.Plan):
-        self.plan = plan
+        self.plan, self.local, self.tokens = plan, ops.iota(plan.rows), plan.tile
 
     def split(self, x: jax.Array) -> list[jax.Array]:
         return list(lax.split(x, (PART,) * (self.plan.tile // PART), axis=0))
@@ -306,14 +321,21 @@ class _Columns:
 
 
 class _Rows:
-    """Queries as rows of the products; even and odd tokens of a tile apart, `[R, tile / 2]`."""
+    """Queries as rows of the products; even and odd tokens of a tile apart, `[R, tile / 2]`.
+
+    `local` is the query row of a row of the softmax, `tokens` are those of a tile that it sees.
+    """
 
     def __init__(self, plan: ops.Plan):
         self.plan = plan
+        self.local = ops.div(ops.iota(2 * plan.rows), 2) if plan.parted else ops.iota(plan.rows)
+        self.tokens = plan.tile // 2 if plan.parted else plan.tile
+        self.even = (ops.rem(ops.iota(2 * plan.rows), 2) == 0)[:, None] if plan.parted else None
 
     def of_tokens(self, x: jax.Array) -> list[jax.Array]:
-        shape = (self.plan.rows, self.plan.tile)
-        return list(ops.unweave(jnp.broadcast_to(loaded(x).astype(jnp.float32)[None, :], shape)))
+        shape = (self.local.size, self.plan.tile)
+        parts = ops.unweave(jnp.broadcast_to(loaded(x).astype(jnp.float32)[None, :], shape))
+        return list(parts) if self.even is None else [jnp.where(self.even, *parts)]
 
     def of_rows(self, x: jax.Array) -> jax.Array:
         return x[:, None]
@@ -322,7 +344,8 @@ class _Rows:
         return reduce(x, axis=1)
 
     def numbers(self, first: jax.Array) -> list[jax.Array]:
-        return [(first + 2 * ops.iota(self.plan.tile // 2) + j)[None, :] for j in range(2)]
+        each = (first + 2 * ops.iota(self.plan.tile // 2))[None, :]
+        return [each, each + 1] if self.even is None else [each + jnp.where(self.even, 0, 1)]
 
     def query(self, ref, batch, index, bucket) -> list[jax.Array]:
         plan = self.plan
@@ -330,8 +353,9 @@ class _Rows:
         if not plan.paired:
             return [plgpu.load(ref.at[batch, index, bucket, :, pl.ds(size * i, size)]) for i in range(ops.PLANES)]
         row, byte = ops.iota(2 * count)[:, None], ops.iota(2 * size)[None, :]
-        mask = (byte < size) == (row < count)
-        row, byte = ops.rem(row, count), ops.rem(byte, size)
+        even = ops.rem(row, 2) == 0 if plan.parted else row < count
+        row = ops.div(row, 2) if plan.parted else ops.rem(row, count)
+        mask, byte = (byte < size) == even, ops.rem(byte, size)
         return [ops.load(ref, batch, index, bucket, row, size * i + byte, mask=mask) for i in range(ops.PLANES)]
 
     def logits(self, query, numbers: ops.Numbers, at: _Tile, read_keys, masks) -> list[jax.Array]:
@@ -341,7 +365,8 @@ class _Rows:
             return ops.integers([(query[i], ops.plane(plan, keys, i)) for i in range(ops.PLANES)], contract=1)
 
         if plan.paired:
-            products = ops.halves(product(read_keys(at, plan.tile // 2, 2 * plan.key_block)))
+            both = product(read_keys(at, plan.tile // 2, 2 * plan.key_block))
+            products = [both] if plan.parted else ops.halves(both)
         else:
             products = [product(read_keys(at, plan.tile // 2, plan.key_block, jnp.int32(j))) for j in range(2)]
         return _logits(self, [ops.halves(x) for x in products], numbers, at, masks)
@@ -351,6 +376,9 @@ class _Rows:
 
     def weights(self, fixed: list[jax.Array]) -> jax.Array:
         """As operand `[2 R, tile]`."""
+        if self.even is not None:
+            zero = jnp.full_like(fixed[0], ops.MAGIC_BITS + ops.BYTES_BIAS)
+            fixed = [jnp.where(self.even, fixed[0], zero), jnp.where(self.even, zero, fixed[0])]
         return ops.stack_rows(*ops.bytes_of(self.plan, ops.weave(*fixed)))
 
 

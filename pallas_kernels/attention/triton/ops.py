@@ -68,12 +68,17 @@ class Plan:
     @property
     def by_rows(self) -> bool:
         """Whether queries are rows of the products over history, and tokens columns: `history`."""
-        return self.rows >= 8
+        return self.rows >= 8 or self.paired
 
     @property
     def paired(self) -> bool:
         """Whether two tokens' keys are one row of the products, whose contraction is 32 bytes deep."""
-        return self.by_rows and self.key_bytes == 16
+        return self.key_bytes == 16
+
+    @property
+    def parted(self) -> bool:
+        """Whether each query row is two of the products over history: of even and of odd tokens."""
+        return self.paired and self.rows < 8
 
     @property
     def key_block(self) -> int:
