@@ -52,6 +52,8 @@ class Case:
     recipe: str = "default"  # or "one-bucket", "oscar-reference"
     dtype: str = "bfloat16"
     options: str = "none"
+    recent: int = 256
+    x64: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +198,8 @@ def compile_case(chip: str, case: Case) -> Outcome:
     begin = time.perf_counter()
     try:
         function, donate, arguments = _call(case)
-        compiled = compile_for(chip, function, *arguments, donate=donate)
+        with jax.enable_x64(case.x64):
+            compiled = compile_for(chip, function, *arguments, donate=donate)
     except NotImplementedError as error:
         return Outcome(refused=str(error), seconds=time.perf_counter() - begin)
     except (jax.errors.JaxRuntimeError, ValueError, TypeError) as error:
@@ -225,7 +228,7 @@ def _call(case: Case) -> tuple[Callable, tuple[int, ...], tuple[Any, ...]]:
     from pallas_kernels.transform_code import TransformCodes
     from pallas_kernels.write import tpu as write
 
-    tiers, dim, heads = Tiers(page=case.page), case.head_dim, case.kv_heads
+    tiers, dim, heads = Tiers(recent=case.recent, page=case.page), case.head_dim, case.kv_heads
     side = code_shapes("minmax" if case.recipe == "oscar-reference" else "levels", kv_heads=heads, head_dim=dim)
     buckets = case.recipe == "default"
     codes = TransformCodes(side, side, Rotary.standard(dim) if buckets else None, 2048 if buckets else None, "float16")

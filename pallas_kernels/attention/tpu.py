@@ -13,8 +13,9 @@ slots each; `word >> shift & mask | 0x4300` is, as two bfloat16 numbers, `128 + 
 1024 words into 2048 operands of the MXU. The 4^k go into the rows of E, the 128 come out after the sum. Field f of
 16-bit word w is slot `(f mod 4) N/4 + 2 w + (f > 3)`, an order that only the rows of E know. Queries of a bucket
 (`q' = E q_B`) and probabilities enter as two bfloat16 parts each, upper and lower rows of one operand, which costs
-nothing below eight rows; so both are good to 16 bits. Bytes read per token and KV head: `(N_k + N_v) / 4`, and 2 for
-each scale and offset.
+nothing below eight rows; so both are good to 16 bits. Queries of fp32 ask for more: three parts, and the 128 are taken
+off before the product, where they would cost 6 of 24 bits. Bytes read per token and KV head: `(N_k + N_v) / 4`, and 2
+for each scale and offset.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ MAX_ROWS = 256  # query heads a KV head times query tokens
 HEAD_DIMS = (64, 128, 256)
 STEP_TOKENS = 512  # of history that a program computes on at a time, at most
 DEPTH = 3  # buffers of so many tokens
-VMEM = 12 * 2**20  # bytes that a program plans with; the smallest chip has 16 MiB
+VMEM = 12 * 2**20  # bytes that a program of several heads plans with
+MAX_VMEM = 16 * 2**20  # of one head; all that v4 has, and what libtpu gives a program of v5e and v5p
 NOWHERE = np.iinfo(np.int32).max  # position of a place without a token
 # Field f of a 16-bit word: the shift that brings it to where bfloat16's 7-bit mantissa can hold it, and the power of 4
 # that it then carries.
@@ -71,9 +73,11 @@ class _Plan:
     together: int  # pages that make a block of 128 tokens
     blocks: int  # of a step
     depth: int  # buffers
+    parts: int  # bfloat16 numbers of a query or probability; three are fp32
     bucket: int  # steps of a bucket, 0 without buckets
     table: int  # page-table entries of a sequence
     plain: int  # places of plain tokens, padded to lanes
+    plain_bytes: int  # of a number of them; float16 goes as fp32, because Mosaic has none
     sink: int
     spec: AttentionSpec
     windowed: bool
@@ -87,6 +91,11 @@ class _Plan:
     def gathered(self) -> bool:
         """Whether XLA gathers scales: of short pages or one head, whose pool it would lay out anew in every call."""
         return self.together > 1 or self.kv_heads == 1
+
+    @property
+    def bias(self) -> float:
+        """What slots have too much as operands of products."""
+        return BIAS if self.parts == 2 else 0.0
 
     @property
     def pages(self) -> int:
@@ -123,7 +132,7 @@ class _Scratch(NamedTuple):
     value: Any
     numbers: Any  # list of [depth, pages, K, page] or [depth, 1, K, step]
     arrived: Any  # DMA semaphores [depth, arrays]
-    query: Any  # bf16 [heads, 2 Q, N], high and low parts
+    query: Any  # bf16 [heads, parts Q, N], high parts first
     constants: Any  # f32 [3, heads, Q, 1]: bias of the products, sum of q', logit of the mean
     wide: Any  # f32 [arrays, K, step], numbers of the step
     sums: Any  # f32 [6, heads, Q, 1], a `_Sums`
@@ -198,7 +207,7 @@ def attend(
     table = _in_range(table, pool)
     scalars = (layer, limit, first, stored, table.reshape(-1))
 
-    plain_key, plain_value, plain_positions = _plain(plan, k, v, plain, layer[0], starts, counts, tiers)
+    plain_key, plain_value, plain_positions = _plain(plan, k, v, plain, layer[0], starts, counts, tiers, window)
     turns = turn_factors(codes, tiers, tiers.sink + plan.table * plan.page, dim)
     order = field_order(plan.key_slots)
     powers = np.repeat(4.0 ** -np.array(POWERS), plan.key_slots // FIELDS).astype(np.float32)
@@ -260,31 +269,40 @@ def _plan(q, k, plain, page_indices, codes, tiers, spec, windowed, sinks) -> _Pl
     plan = _Plan(
         rows=-(-tokens * (q.shape[2] // kv_heads) // SUBLANES) * SUBLANES, kv_heads=kv_heads, heads=kv_heads,
         head_dim=dim, key_slots=codes.key.slots, value_slots=codes.value.slots, page=tiers.page, together=together,
-        blocks=blocks, depth=DEPTH, bucket=per_bucket // blocks,
+        blocks=blocks, depth=DEPTH, parts=3 if q.dtype == jnp.float32 else 2, bucket=per_bucket // blocks,
         table=max(1, pl.cdiv(page_indices.shape[1], pages)) * pages,
-        plain=pl.cdiv(tiers.sink + tokens + plain.recent_k.shape[2], LANES) * LANES, sink=tiers.sink, spec=spec,
-        windowed=windowed, key_offset=codes.key.has_offset, value_offset=codes.value.has_offset,
+        plain=pl.cdiv(tiers.sink + tokens + plain.recent_k.shape[2], LANES) * LANES,
+        plain_bytes=2 if k.dtype == jnp.bfloat16 else 4, sink=tiers.sink, spec=spec, windowed=windowed,
+        key_offset=codes.key.has_offset, value_offset=codes.value.has_offset,
         turned=codes.bucket is not None and codes.rotary is not None, sinks=sinks, scale_dtype=codes.scale_dtype,
     )  # fmt: skip
     size = short_page(plan.key_slots, plan.page, kv_heads)
     unit = size.heads if size else 1
     divisors = [n for n in range(kv_heads, 0, -1) if kv_heads % n == 0 and n % unit == 0]
     fitting = (n for n in divisors if vmem_bytes(dataclasses.replace(plan, heads=n)) <= VMEM)
-    return dataclasses.replace(plan, heads=next(fitting, unit))
+    plan = dataclasses.replace(plan, heads=next(fitting, unit))
+    if (size := vmem_bytes(plan)) > MAX_VMEM:
+        raise NotImplementedError(
+            f"{plan.plain} plain tokens and {plan.rows} query rows of size {dim} a KV head take {size / 2**20:.1f} MiB "
+            f"of VMEM: at most {MAX_VMEM // 2**20} are built; a smaller recent or fewer query tokens take less"
+        )
+    return plan
 
 
 def vmem_bytes(plan: _Plan) -> int:
-    """Bytes of VMEM that a program holds: blocks of operands and results twice, scratch once, and a head's values."""
+    """Bytes of VMEM of a program: operands and results twice, scratch once, and what a head spills from registers."""
     lanes = -(-plan.head_dim // LANES) * LANES
     rows, numbers = plan.rows, 2 + plan.key_offset + plan.value_offset
-    blocks = rows * (4 * lanes + 2 * LANES) + 2 * plan.head_dim * plan.plain + plan.key_slots * lanes
+    blocks = 4 * (rows * (4 * lanes + 2 * LANES) + plan.key_slots * lanes)
+    blocks += 2 * plan.head_dim * plan.plain * plan.plain_bytes
     scratch = plan.depth * plan.step * (plan.key_slots + plan.value_slots) // codec.PLANES
-    scratch += 2 * 2 * rows * plan.key_slots + 4 * 8 * rows * LANES
-    shared = (
-        plan.depth * numbers * plan.step * max(plan.kv_heads, SUBLANES) * 2 + 4 * numbers * plan.step * plan.kv_heads
-    )
-    values = 4 * rows * (8 * plan.step + 4 * plan.plain) + 8 * plan.step * plan.key_slots
-    return plan.heads * (2 * 4 * blocks + scratch) + shared + values
+    scratch += 2 * plan.parts * rows * plan.key_slots + 4 * 8 * rows * LANES
+    shared = plan.depth * numbers * plan.step * max(plan.kv_heads, SUBLANES) * 2
+    shared += 4 * numbers * plan.step * plan.kv_heads + 2 * 4 * SUBLANES * plan.plain
+    # Logits of plain tokens, in as many copies as libtpu makes of them, then those of a step and its operands.
+    copies = 4 if plan.plain_bytes == 2 else 6
+    spilled = max(4 * rows * copies * plan.plain, 4 * rows * 8 * plan.step + 8 * plan.step * plan.key_slots)
+    return plan.heads * (2 * blocks + scratch) + shared + spilled
 
 
 def _in_range(pages: jax.Array, pool: int) -> jax.Array:
@@ -326,7 +344,7 @@ def _partners(codes: TransformCodes, dim: int) -> np.ndarray:
     return np.where(d < size, far, d)
 
 
-def _plain(plan: _Plan, k, v, plain: PlainTiers, layer, starts, counts, tiers: Tiers):
+def _plain(plan: _Plan, k, v, plain: PlainTiers, layer, starts, counts, tiers: Tiers, window):
     """Sinks, new tokens and recents of one layer with tokens on lanes `[B, K, D, n]`, and positions `[B, 1, n]`."""
     batch, tokens = k.shape[:2]
     length = starts[:, None]
@@ -334,6 +352,8 @@ def _plain(plan: _Plan, k, v, plain: PlainTiers, layer, starts, counts, tiers: T
     sink, new = (jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (batch, n)) for n in (tiers.sink, tokens))
     positions = jnp.concatenate([sink, length + new, held], axis=1)
     usable = jnp.concatenate([sink < length, new < counts[:, None], held >= tiers.sink], axis=1)
+    if window is not None:
+        usable &= positions > length - window
     pad = plan.plain - positions.shape[1]
 
     def tokens_last(sinks: jax.Array, new: jax.Array, recent: jax.Array) -> jax.Array:
@@ -394,12 +414,12 @@ def _call(plan: _Plan, scalars, inputs: _Inputs, interpret) -> tuple[jax.Array, 
             for x in inputs.numbers
         ],
         arrived=pltpu.SemaphoreType.DMA((plan.depth, 2 + len(inputs.numbers))),
-        query=pltpu.VMEM((heads, 2 * rows, plan.key_slots), jnp.bfloat16),
+        query=pltpu.VMEM((heads, plan.parts * rows, plan.key_slots), jnp.bfloat16),
         constants=pltpu.VMEM((3, heads, rows, 1), jnp.float32),
         wide=pltpu.VMEM((len(inputs.numbers), plan.kv_heads, plan.step), jnp.float32),
         sums=pltpu.VMEM((len(_Sums._fields), heads, rows, 1), jnp.float32),
     )
-    return pl.pallas_call(
+    kernel = pl.pallas_call(
         functools.partial(_attend, plan=plan),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -415,7 +435,9 @@ def _call(plan: _Plan, scalars, inputs: _Inputs, interpret) -> tuple[jax.Array, 
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         interpret=interpret,
         name="oscar_attend",
-    )(*scalars, inputs)
+    )
+    with jax.enable_x64(False):  # Mosaic has no 64-bit numbers, which indices would be
+        return kernel(*scalars, inputs)
 
 
 # The kernel.
@@ -481,9 +503,12 @@ def _attend(layer, limit, first, stored, table, inputs: _Inputs, output, slots, 
         each(step, "wait")
         place = lax.rem(step, jnp.int32(plan.depth))
         index = step * plan.step + lax.broadcasted_iota(jnp.int32, (1, plan.step), 1)
+        usable = index < tokens  # what no query of the call sees may be NaN
+        if plan.windowed:
+            usable &= plan.sink + index > inputs.bounds[0][:1] - limit[0]
         for i, words in enumerate(scratch.numbers):
             numbers = jnp.concatenate([_number(plan, words[place, page]) for page in range(words.shape[1])], axis=1)
-            scratch.wide[i] = jnp.where(index < tokens, numbers, 0.0)  # what lies past the end may be NaN
+            scratch.wide[i] = jnp.where(usable, numbers, 0.0)
 
         @pl.loop(0, plan.heads)
         def _(head):
@@ -495,13 +520,13 @@ def _attend(layer, limit, first, stored, table, inputs: _Inputs, output, slots, 
         share = jnp.where(sums.total > 0, 1 / jnp.where(sums.total > 0, sums.total, 1.0), 0.0)
         kept = output[head] * jnp.exp(sums.plain - sums.maximum)
         output[head] = (kept + sums.weight * inputs.value_mean[head]) * share
-        by_power = (slots[head] - BIAS * sums.scaled) / _powers(plan.value_slots)
+        by_power = (slots[head] - plan.bias * sums.scaled) / _powers(plan.value_slots)
         slots[head] = (by_power + sums.offsets) * share
 
 
 def _read_plain(plan: _Plan, inputs: _Inputs, scratch: _Scratch, output, limit, head) -> None:
     """Softmax state and output of the plain tokens."""
-    logits = _cap(plan, _product(inputs.query[head], inputs.plain_key[head], 0))
+    logits = _cap(plan, _product(plan, inputs.query[head], inputs.plain_key[head], 0))
     position, history_end = inputs.bounds[0], inputs.bounds[1]
     j = inputs.plain_positions[...]
     mask = (j <= position) & ((j < plan.sink) | (j >= history_end))
@@ -515,14 +540,14 @@ def _read_plain(plan: _Plan, inputs: _Inputs, scratch: _Scratch, output, limit, 
     total = jnp.sum(probabilities, axis=1, keepdims=True)
     if inputs.sink_logits is not None:
         total += jnp.exp(inputs.sink_logits[head] - maximum)
-    output[head] = _product(probabilities, inputs.plain_value[head], 1)
+    output[head] = _product(plan, probabilities, inputs.plain_value[head], 1)
     zero = jnp.zeros_like(total)
     for i, x in enumerate(_Sums(maximum, maximum, total, zero, zero, zero)):
         scratch.sums[i, head] = x
 
 
 def _transform(plan: _Plan, inputs: _Inputs, scratch: _Scratch, bucket, head) -> None:
-    """The queries of a bucket, `q' = E q R(-B)`, in two parts, and what its logits take besides the product."""
+    """The queries of a bucket, `q' = E q R(-B)`, in parts, and what its logits take besides the product."""
     query = inputs.query[head]
     if plan.turned:
         own, partner = (turn[pl.ds(bucket, 1), :] for turn in inputs.turns)
@@ -530,10 +555,8 @@ def _transform(plan: _Plan, inputs: _Inputs, scratch: _Scratch, bucket, head) ->
     x = lax.dot_general(
         query, inputs.decode[head], (((1,), (1,)), ((), ())), precision=HIGHEST, preferred_element_type=jnp.float32
     )  # fmt: skip
-    high, low = _halves(x)
-    scratch.query[head] = jnp.concatenate([high, low], axis=0).astype(jnp.bfloat16)
-    rounded = high + low
-    bias = BIAS * jnp.sum(rounded, axis=1, keepdims=True)
+    scratch.query[head], rounded = _parts(plan, x)
+    bias = plan.bias * jnp.sum(rounded, axis=1, keepdims=True)
     sigma = jnp.sum(rounded * _powers(plan.key_slots), axis=1, keepdims=True)
     if not plan.key_offset:
         bias -= codec.IMPLIED_OFFSET * sigma
@@ -551,9 +574,10 @@ def _read_history(plan: _Plan, inputs, scratch: _Scratch, slots, limit, j, token
 
     def fields(slots) -> jax.Array:
         words = (_words(plan, slots.at[place, block], head) for block in range(plan.blocks))
-        return jnp.concatenate([_fields(x) for x in words], axis=1)
+        x = jnp.concatenate([_fields(x) for x in words], axis=1)
+        return x if plan.bias else (x.astype(jnp.float32) - BIAS).astype(jnp.bfloat16)  # v5e has no bfloat16 sums
 
-    logits = _sum_of_halves(_dot(scratch.query[head], fields(scratch.key), 0))
+    logits = _sum_of_parts(plan, _dot(scratch.query[head], fields(scratch.key), 0))
     logits = numbers[0] * (logits - bias) + mean
     if plan.key_offset:
         logits += numbers[2] * sigma
@@ -565,14 +589,14 @@ def _read_history(plan: _Plan, inputs, scratch: _Scratch, slots, limit, j, token
     maximum = jnp.maximum(sums.maximum, jnp.max(logits, axis=1, keepdims=True))
     probabilities = jnp.where(mask, jnp.exp(logits - maximum), 0.0)
     rescale = jnp.exp(sums.maximum - maximum)
-    high, low = _halves(probabilities * numbers[1])
-    scaled = jnp.sum(high + low, axis=1, keepdims=True)
+    operand, rounded = _parts(plan, probabilities * numbers[1])
+    scaled = jnp.sum(rounded, axis=1, keepdims=True)
     if plan.value_offset:
         offsets = jnp.sum(probabilities * numbers[2 + plan.key_offset], axis=1, keepdims=True)
     else:
         offsets = codec.IMPLIED_OFFSET * scaled
-    added = _dot(jnp.concatenate([high, low], axis=0).astype(jnp.bfloat16), fields(scratch.value), 1)
-    slots[head] = slots[head] * rescale + _sum_of_halves(added)
+    added = _sum_of_parts(plan, _dot(operand, fields(scratch.value), 1))
+    slots[head] = slots[head] * rescale + added
     weight = jnp.sum(probabilities, axis=1, keepdims=True)
     after = _Sums(
         maximum, sums.plain, sums.total * rescale + weight, sums.weight * rescale + weight,
@@ -627,10 +651,10 @@ def _cap(plan: _Plan, logits: jax.Array) -> jax.Array:
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
-def _product(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
-    """Product of fp32 `[Q, X]` with b over its axis `axis`, as accurate as fp32."""
+def _product(plan: _Plan, a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+    """Product of fp32 `[Q, X]` with b over its axis `axis`."""
     if b.dtype == jnp.bfloat16:
-        return _sum_of_halves(_dot(jnp.concatenate(_halves(a), axis=0).astype(jnp.bfloat16), b, axis))
+        return _sum_of_parts(plan, _dot(_parts(plan, a)[0], b, axis))
     return lax.dot_general(
         a, b, (((1,), (axis,)), ((), ())), precision=HIGHEST, preferred_element_type=jnp.float32
     )  # fmt: skip
@@ -640,12 +664,18 @@ def _dot(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
     return lax.dot_general(a, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two numbers that bfloat16 holds and whose sum is x to 16 bits, in fp32."""
-    high = x.astype(jnp.bfloat16).astype(jnp.float32)
-    return high, (x - high).astype(jnp.bfloat16).astype(jnp.float32)
+def _parts(plan: _Plan, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Bfloat16 `[parts Q, X]`, highest first, whose sum is fp32 x `[Q, X]` to 8 bits a part; and that sum, fp32."""
+    parts = [rounded := _rounded(x)]
+    while len(parts) < plan.parts:
+        parts.append(_rounded(x - rounded))
+        rounded = rounded + parts[-1]
+    return jnp.concatenate(parts, axis=0).astype(jnp.bfloat16), rounded
 
 
-def _sum_of_halves(x: jax.Array) -> jax.Array:
-    rows = x.shape[0] // 2
-    return x[:rows] + x[rows:]
+def _rounded(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def _sum_of_parts(plan: _Plan, x: jax.Array) -> jax.Array:
+    return functools.reduce(jnp.add, jnp.split(x, plan.parts))

@@ -90,11 +90,12 @@ def attend(
         logit = jnp.repeat(sink_logits.astype(compute).reshape(1, kv_heads, heads // kv_heads), tokens, axis=2)
         state = state._replace(maximum=jnp.broadcast_to(logit, state.maximum.shape), total=jnp.ones_like(state.total))
 
-    state = _over_plain(state, k, v, plain, layer, starts, counts, tiers, plain_tile)
+    lowest = jnp.zeros_like(starts) if window is None else starts - window + 1
+    state = _over_plain(state, k, v, plain, layer, starts, counts, tiers, lowest, plain_tile)
     if history is not None and codes is not None:
         read = _read_slots if tokens <= SLOT_READ_TOKENS else _read_rows
         past = read(
-            queries, history, layer, page_indices, codes, tiers, spec, visible, starts + counts - 1, window,
+            queries, history, layer, page_indices, codes, tiers, spec, visible, starts + counts - 1, lowest,
         )  # fmt: skip
         state = _merge(state, past)
     output = jnp.where(state.total > 0, 1 / jnp.where(state.total > 0, state.total, 1), 0)[..., None] * state.output
@@ -152,15 +153,16 @@ def _select(x: jax.Array, usable: jax.Array) -> jax.Array:
 
 
 def _over_plain(
-    state: Partial, k, v, plain: PlainTiers, layer, starts: jax.Array, counts: jax.Array, tiers: Tiers, tile: Callable
+    state: Partial, k, v, plain: PlainTiers, layer, starts: jax.Array, counts: jax.Array, tiers: Tiers, lowest, tile
 ) -> Partial:
-    """Folds `tile(state, keys, values, positions, usable)` over sinks, new tokens and recents."""
+    """Folds `tile(state, keys, values, positions, usable)` over sinks, new tokens and recents, from `lowest` on."""
     batch, tokens = k.shape[:2]
     ring, length = plain.recent_k.shape[2], starts[:, None]
     held = ring_positions(length, ring)
     sink, new = (jnp.broadcast_to(jnp.arange(n), (batch, n)) for n in (tiers.sink, tokens))
     positions = jnp.concatenate([sink, length + new, held], axis=1)
     usable = jnp.concatenate([sink < length, new < counts[:, None], held >= tiers.sink], axis=1)
+    usable &= positions >= lowest[:, None]
     keys = jnp.concatenate([loaded(plain.sink_k[layer]), k, loaded(plain.recent_k[layer])], axis=1)
     values = jnp.concatenate([loaded(plain.sink_v[layer]), v, loaded(plain.recent_v[layer])], axis=1)
     rows = (keys, values, positions, usable)
@@ -192,7 +194,7 @@ def _over_history(
 ) -> Partial:
     """Folds `visit(state, tile)` over the pages that any query of the batch can see.
 
-    last: `[B]`, position of each sequence's last query. lowest: first position that any query sees.
+    last, lowest: `[B]`, position of each sequence's last query, and the first that any of its queries sees.
     """
     batch, count = page_indices.shape
     pages = min(count, max(1, TILE_TOKENS // tiers.page))
@@ -204,12 +206,12 @@ def _over_history(
         ids = jax.lax.dynamic_slice_in_dim(page_indices, i * pages, pages, axis=1)
         index = i * tokens + jnp.arange(tokens)
         positions = jnp.broadcast_to(tiers.sink + index, (batch, tokens))
-        usable = positions < ends[:, None]
+        usable = (positions >= lowest[:, None]) & (positions < ends[:, None])
         key, value = (_clean(side.take(layer, ids), usable) for side in (history.key, history.value))
         bucket = (i * tokens + jnp.arange(pages) * tiers.page) // (codes.bucket or 1)
         return visit(state, _Tile(key, value, bucket if codes.bucket else jnp.zeros_like(bucket), positions, usable))
 
-    first = jnp.maximum(lowest - tiers.sink, 0) // tokens
+    first = jnp.maximum(lowest.min() - tiers.sink, 0) // tokens
     return jax.lax.fori_loop(first, -(-(ends.max() - tiers.sink) // tokens), one, state)
 
 
@@ -232,12 +234,8 @@ def _history_mask(queries: _Queries, tile: _Tile, visible: Callable) -> jax.Arra
     return visible(tile.positions, tile.usable) & (tile.positions[:, None] < queries.history_end[:, :, None])[:, None]
 
 
-def _lowest(queries: _Queries, window: jax.Array | None) -> jax.Array | int:
-    return 0 if window is None else queries.positions.min() - window + 1
-
-
 def _read_rows(
-    queries: _Queries, history, layer, page_indices, codes: TransformCodes, tiers, spec, visible, last, window
+    queries: _Queries, history, layer, page_indices, codes: TransformCodes, tiers, spec, visible, last, lowest
 ) -> Partial:
     """History partial from dequantized tiles."""
     compute = queries.rows.dtype
@@ -257,13 +255,11 @@ def _read_rows(
 
     batch, kv_heads, count, dim = queries.rows.shape
     state = _empty(batch, kv_heads, count, dim, compute)
-    return _over_history(
-        state, history, layer, page_indices, codes, tiers, last, _lowest(queries, window), visit
-    )  # fmt: skip
+    return _over_history(state, history, layer, page_indices, codes, tiers, last, lowest, visit)
 
 
 def _read_slots(
-    queries: _Queries, history, layer, page_indices, codes: TransformCodes, tiers, spec, visible, last, window
+    queries: _Queries, history, layer, page_indices, codes: TransformCodes, tiers, spec, visible, last, lowest
 ) -> Partial:
     """History partial from raw slots with one transformed query a bucket, as the fused kernels compute it."""
     compute = queries.rows.dtype
@@ -302,8 +298,6 @@ def _read_slots(
 
     batch, kv_heads, count, _ = queries.rows.shape
     state = _empty(batch, kv_heads, count, decode_v.shape[-2], compute)
-    state = _over_history(
-        state, history, layer, page_indices, codes, tiers, last, _lowest(queries, window), visit
-    )  # fmt: skip
+    state = _over_history(state, history, layer, page_indices, codes, tiers, last, lowest, visit)
     output = jnp.einsum("bkqn,knd->bkqd", state.output, decode_v, precision="highest")
     return state._replace(output=output + state.total[..., None] * mu_v[:, None])

@@ -34,9 +34,9 @@ def write(
         history: in place where it is donated.
         k, v: `[B, M, K, D]` in the cache's plain dtype, after rotary positions.
         layer: int32 `[]`.
-        positions: int32 `[B, M]`, each at least `tiers.sink` where valid.
-        valid: bool `[B, M]`; other rows are not stored, nor are positions past the page table or with a page id that
-            the pool has not.
+        positions: int32 `[B, M]`.
+        valid: bool `[B, M]`; other rows are not stored, nor are those of sinks (positions below `tiers.sink`), past the
+            page table, or with a page id that the pool has not.
         page_indices: int32 `[B, pages of a sequence]`.
         implementation: a name, a sequence of names tried in order, or None for the best one here.
 

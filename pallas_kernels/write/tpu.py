@@ -64,7 +64,7 @@ def write(
     pool = history.key.scale.shape[1]
     index, pages, sides = xla.encoded(k, v, pool, layer, positions, valid, page_indices, codes, tiers)
     pages = jnp.where((pages >= 0) & (pages < pool), pages, pool)
-    index = jnp.where(pages < pool, index, NOWHERE)
+    index = jnp.where(pages < pool, index, NOWHERE).astype(jnp.int32)
     block = index // LANES
     first = block.min(1)
     end = jnp.where(index == NOWHERE, -1, block).max(1) + 1
@@ -151,7 +151,7 @@ def _store(pool: SidePages, rows: codec.Encoded, *, scalars, index: jax.Array, p
 
     anywhere = [pl.BlockSpec(memory_space=pl.ANY)] * len(pools)
     operands = (index, slots, numbers)
-    found = pl.pallas_call(
+    kernel = pl.pallas_call(
         functools.partial(_merge, entries=len(scalars[-1]) // batch, kv_heads=kv_heads, page=page),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -166,7 +166,9 @@ def _store(pool: SidePages, rows: codec.Encoded, *, scalars, index: jax.Array, p
         input_output_aliases={len(scalars) + len(operands) + i: i for i in range(len(pools))},
         interpret=interpret,
         name="oscar_store_rows",
-    )(*scalars, *operands, *pools)  # fmt: skip
+    )  # fmt: skip
+    with jax.enable_x64(False):  # Mosaic has no 64-bit numbers, which indices would be
+        found = kernel(*scalars, *operands, *pools)
     names = ("scale", "offset")[: len(found) - 1]
     numbers_of = {
         name: x if x.dtype == pool.scale.dtype else lax.bitcast_convert_type(x, pool.scale.dtype)

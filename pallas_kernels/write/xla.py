@@ -41,8 +41,8 @@ def encoded(
 
     The page id is `pool`, the number of pages, where a row is not to be stored.
     """
-    # A position past the page table has no page: it is dropped, never folded onto a live one.
-    valid = valid & (positions < tiers.sink + page_indices.shape[1] * tiers.page)
+    # A sink, or a position past the page table, has no page: it is dropped, never folded onto a live one.
+    valid = valid & (positions >= tiers.sink) & (positions < tiers.sink + page_indices.shape[1] * tiers.page)
     index = jnp.where(valid, positions - tiers.sink, 0)
     pages = jnp.take_along_axis(page_indices, index // tiers.page, axis=1, mode="clip")
     pages = jnp.where(valid, pages, pool)

@@ -63,16 +63,18 @@ def attention(
     Args:
         q: `[T, N, D]`. k, v: plain rows `[n, K, D]`. k_hat, v_hat: the same from history, read where due.
         chunk_starts: `[T]`, first position of each query's call, for the chunk-exact rule.
-        dtype: None, or what keys, values, probabilities and outputs are rounded to, as by plain attention in it.
+        dtype: None for float64, or what keys, values, probabilities and outputs are rounded to, as by plain attention
+            in it, with sums and logits in fp32.
     """
+    wide = np.float64 if dtype is None else np.float32
 
     def rounded(x):
-        return np.asarray(x, dtype or np.float64).astype(np.float64)
+        return np.asarray(x, dtype or np.float64).astype(wide)
 
     q, k, v, k_hat, v_hat = map(rounded, (q, k, v, k_hat, v_hat))
     tokens, heads, dim = q.shape
     count, kv_heads = k.shape[:2]
-    out = np.zeros((tokens, heads, dim))
+    out = np.zeros((tokens, heads, dim), wide)
     for i in range(tokens):
         start = None if chunk_starts is None else chunk_starts[i]
         plain, history = visible(count - tokens + i, count, tiers, window=window, chunk_start=start)
@@ -81,13 +83,13 @@ def attention(
         keys = np.concatenate([k[plain], k_hat[history]])
         values = np.concatenate([v[plain], v_hat[history]])
         grouped = q[i].reshape(kv_heads, heads // kv_heads, dim)
-        logits = scale * np.einsum("kgd,skd->kgs", grouped, keys)
+        logits = wide(scale) * np.einsum("kgd,skd->kgs", grouped, keys)
         if softcap is not None:
-            logits = softcap * np.tanh(logits / softcap)
+            logits = wide(softcap) * np.tanh(logits / wide(softcap))
         top = logits.max(-1, keepdims=True)
         extra = 0.0
         if sink_logits is not None:
-            learnt = np.asarray(sink_logits, np.float64).reshape(kv_heads, -1, 1)
+            learnt = np.asarray(sink_logits, wide).reshape(kv_heads, -1, 1)
             top = np.maximum(top, learnt)
             extra = np.exp(learnt - top)
         weights = np.exp(logits - top)

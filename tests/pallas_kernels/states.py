@@ -35,6 +35,7 @@ class Case:
     sinks: bool = False
     exact_chunk: bool = False
     seed: int = 0
+    behind: bool = False  # poison, too, what a window hides from every query of the call
     room: int = 0  # shapes are those of a sequence of at least this length
 
     @property
@@ -99,6 +100,7 @@ def build(case: Case, codes: TransformCodes, *, layer=1, page_order=None) -> Sta
     for b, (start, count) in enumerate(zip(case.starts, case.new, strict=True)):
         total = start + count
         end = definition.history_end(total - 1, tiers) if count else definition.history_end(start - 1, tiers)
+        lowest = start - case.window + 1 if case.behind and case.window is not None else 0
         used = -(-(end - tiers.sink) // tiers.page)
         table[b, :used] = ids[b * pages : b * pages + used]
         turn = definition.bucket_rotations(codes, tiers, total, dim) if total else np.zeros((0, dim, dim))
@@ -106,16 +108,16 @@ def build(case: Case, codes: TransformCodes, *, layer=1, page_order=None) -> Sta
         for side, code in sides.items():
             x = rounded(rng.normal(size=(total, kv_heads, dim)))
             new[side][b, :count] = x[start:]
-            for j in range(min(start, tiers.sink)):
+            for j in range(max(0, lowest), min(start, tiers.sink)):
                 plain[side][0][layer, b, j] = x[j]
-            for j in range(max(tiers.sink, start - ring), start):
+            for j in range(max(tiers.sink, start - ring, lowest), start):
                 plain[side][1][layer, b, j % ring] = x[j]
             code_slots = rng.integers(0, 4, size=(total, kv_heads, dim)).astype(np.uint8)
             scale = rng.uniform(0.2, 0.6, size=(total, kv_heads)).astype(scale_dtype)
             offset = (-1.5 * scale.astype(np.float32) + 0.1).astype(scale_dtype) if code.has_offset else None
             planes = code_slots.reshape(total, kv_heads, 4, dim // 4)
             packed = np.bitwise_or.reduce(planes << np.array([0, 2, 4, 6], np.uint8)[:, None], axis=2)
-            for j in range(tiers.sink, end):
+            for j in range(max(tiers.sink, lowest), end):
                 page, place = table[b, (j - tiers.sink) // tiers.page], (j - tiers.sink) % tiers.page
                 slots[side][layer, page, :, place] = packed[j]
                 numbers[side][0][layer, page, :, place] = scale[j]

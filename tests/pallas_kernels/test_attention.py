@@ -16,7 +16,7 @@ from pallas_kernels.tiers import Tiers
 from tests.pallas_kernels import attention_definition as definition
 from tests.pallas_kernels.states import Case, build, codes_of, expected
 
-BASE = Case((0, 5, 37), tiers=Tiers(4, 8, 4, 8))
+BASE = Case((0, 5, 37), tiers=Tiers(4, 8, 4, 8), behind=True)
 
 
 def case(**changes):
@@ -117,7 +117,7 @@ def check_cases(wanted):
 
 @pytest.mark.parametrize("name", CASES)
 def test_attention_equals_the_definition(name):
-    """Pools are poisoned: NaN in every plain place, 0xFF slots and NaN scales in every page that is not in use."""
+    """Pools are poisoned: NaN plain tokens, 0xFF slots and NaN scales wherever there is no token that a query sees."""
     assert error_of(name) < 2e-5
 
 
@@ -142,6 +142,7 @@ def test_a_query_reads_exactly_what_the_rule_says(starts, counts, window, seed):
         counts=counts,
         tiers=Tiers(3, 6, 2, 4),
         window=window,
+        behind=True,
         seed=seed,
         room=63,
         q_heads=2,

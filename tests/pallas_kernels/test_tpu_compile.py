@@ -39,6 +39,24 @@ def test_what_is_not_built_is_refused_and_not_compiled():
     assert compiled.argument_bytes > 0
 
 
+@needs_libtpu
+def test_a_window_compiles_for_the_smallest_chip_or_is_refused_by_name():
+    """The widest windows and twice those, of 16 and 32 bits."""
+    sizes = [dict(recent=13300), dict(recent=6000, dtype="float32", q_len=4)]
+    cases = [Case(**size) for size in sizes] + [Case(**size | dict(recent=2 * size["recent"])) for size in sizes]
+    *fitting, wide, wider = outcomes("v4", cases)
+    assert all(outcome.compiled for outcome in fitting), fitting
+    for outcome in (wide, wider):
+        assert "MiB of VMEM: at most 16 are built; a smaller" in (outcome.refused or ""), outcome
+
+
+@needs_libtpu
+def test_what_is_traced_with_64_bit_numbers_compiles():
+    """As calls inside `jax.enable_x64` are: indices and Python's numbers are 64-bit there, which Mosaic has not."""
+    cases = [Case(x64=True, page=16), Case("demote", x64=True)]
+    assert [outcome.error for outcome in outcomes("v5e", cases)] == [None, None]
+
+
 def test_every_pair_is_compiled_and_not_too_many_are():
     found = tpu_spec.cases()
     assert sum(map(len, found.values())) <= 120

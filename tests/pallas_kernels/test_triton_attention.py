@@ -75,6 +75,8 @@ INTERPRETED = {
         key="naive", value="rotation-rank", softcap=2.0, sinks=True, window=40,
     ),
 }  # fmt: skip
+BEHIND = "everything at once, NaN behind the window"
+INTERPRETED[BEHIND] = dataclasses.replace(list(INTERPRETED.values())[-1], behind=True)
 LOWERED = ("decode", "stored offsets", "head size 96", "four tokens", "window over several tokens", "page 16")
 # Largest error relative to the largest output (at least 1): fixed point, and probabilities in the plain dtype.
 TOLERANCE = {"float32": 5e-4, "float16": 1.5e-3, "bfloat16": 6e-3}

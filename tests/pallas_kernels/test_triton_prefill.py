@@ -78,6 +78,8 @@ INTERPRETED = {
         Block(64, 32, 4),
     ),
 }  # fmt: skip
+BEHIND = "everything at once, NaN behind the window"
+INTERPRETED[BEHIND] = (dataclasses.replace(INTERPRETED["everything at once"][0], behind=True), Block(64, 32, 4))
 LOWERED = ("chunk",)
 # Largest error relative to the largest output (at least 1): rounded keys, values and probabilities.
 TOLERANCE = {"float32": 5e-4, "float16": 1.5e-3, "bfloat16": 6e-3}
