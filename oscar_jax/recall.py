@@ -47,8 +47,8 @@ class Probe(NamedTuple):
 def probes(count: int, *, seed: int) -> list[Probe]:
     """Different things and numbers; at most as many as there are things of all colours."""
     pairs = [(colour, thing) for thing in THINGS for colour in COLOURS]
-    if count > len(pairs):
-        raise ValueError(f"prompts={count}: expected at most {len(pairs)}.")
+    if not 1 <= count <= len(pairs):
+        raise ValueError(f"prompts={count}: expected 1 to {len(pairs)}.")
     rng = np.random.default_rng(seed)
     found = []
     for n, place in enumerate(rng.permutation(len(pairs))[:count]):

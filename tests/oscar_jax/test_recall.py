@@ -17,8 +17,9 @@ def test_probes_quote_their_number_once_and_ask_for_it():
         assert number not in question
         assert question.partition('"')[2] in prompt
     assert probes != recall.probes(60, seed=2)
-    with pytest.raises(ValueError, match=r"prompts=61: expected at most 60"):
-        recall.probes(61, seed=0)
+    for count in (0, 61):
+        with pytest.raises(ValueError, match=rf"prompts={count}: expected 1 to 60"):
+            recall.probes(count, seed=0)
 
 
 @pytest.mark.slow
