@@ -30,7 +30,7 @@ Split = Literal["calibration", "heldout"]
 
 _SEPARATOR = "\n\n"
 _HELDOUT_SIXTEENTHS = 4
-# Short prose, technical text, long prose, code; a quarter of long prose takes a novel from 1.5 to 1.3 times the KL of
+# Short prose, technical text, long prose, code; a quarter of long prose takes a novel from 1.5 to 1.2 times the KL of
 # its own text and WikiText no further away (docs/quality.md). The subset is the mixture the recipes were chosen on.
 _SHARES = (0.45, 0.15, 0.25, 0.15)
 _SUBSET_SHARES = (0.75, 0.25)
