@@ -173,6 +173,7 @@ def test_the_command_writes_one_artifact_a_recipe(tiny, tiny_folder, tiny_text, 
     assert report["tokens"] == 800
     for name, path in report["artifacts"].items():
         codes, manifest = artifact.load(path, model=tiny.identity)
+        assert manifest.sequence == (None if manifest.text is None else 400)
         assert manifest.recipe == name
         bits = report["bits_per_element"][name]
         assert bits == {str(n): bits_per_element(codes, Tiers(), n) for n in (2048, 8192, 32768)}
