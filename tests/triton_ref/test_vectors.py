@@ -115,7 +115,7 @@ def test_attention_inputs_are_poisoned_where_nothing_is_stored():
 
 
 def test_a_fresh_run_of_the_generator_says_the_same(tmp_path):
-    """One file of each operation, up to what other instructions and threads round differently; alone it gives the bits."""
+    """One file of each operation, up to what other threads and instructions round differently; alone, bit for bit."""
     pytest.importorskip("torch", reason="the generator is PyTorch")
     spec = importlib.util.spec_from_file_location("generate_vectors", FOLDER / "generate.py")
     assert spec is not None
