@@ -109,15 +109,23 @@ def test_shapes_are_read_from_their_first_fields():
         sm90.shape_of(kind, "1,8,2,1,64,2,default,64,9")
 
 
+@pytest.mark.parametrize("batch", [1, 16])
+def test_large_heads_fit_shared_memory(batch):
+    kind, _ = sm90.shapes("decode")
+    for kernel in sm90.kernels(sm90.decode(kind(batch, 4096, head_dim=256))):
+        assert sm90.compiled(kernel).shared <= sm90.SHARED - sm90.SHARED_RESERVED
+
+
 # Their registers are full: what they keep beside their loops may go to memory once a program, nothing inside a loop.
-FULL = {"oscar_prefill", "oscar_attend_history", "oscar_write_rows"}
+ALWAYS = {"oscar_begin"}  # 32 queries a program spill and are faster than 16
+FULL = ALWAYS | {"oscar_prefill", "oscar_attend_history", "oscar_write_rows"}
 
 
 @pytest.mark.parametrize(("operation", "shape"), MAIN)
 def test_kernels_of_the_main_shapes_do_not_spill(operation, shape):
     usages = [sm90.compiled(kernel) for kernel in sm90.kernels(sm90.OPERATIONS[operation](shape))]
     rows = {"decode": lambda: shape.q_heads // shape.kv_heads * shape.q_len, "prefill": lambda: 64, "write": lambda: 32}
-    full = FULL if rows[operation]() > 4 else set()
+    full = FULL if rows[operation]() > 4 else ALWAYS
     assert {usage.kernel.name: usage.spills for usage in usages if usage.spills and usage.kernel.name not in full} == {}
     for usage in usages:
         assert usage.spills < 256

@@ -31,7 +31,7 @@ from pallas_kernels.transform_code import TransformCodes
 
 TILE = 128
 MAX_ROWS = 8  # query rows of a program; 16 would need more registers than there are
-PIECE = 32  # coordinates of a program of `finish` where there are few programs
+PIECE, WIDEST = 32, 128  # coordinates of a program of `finish` where there are few, and at most: shared memory
 WAVE = 132  # multiprocessors of an H200, to choose spans by
 WARPS, WARPS_OF_MANY_ROWS = 12, 8  # of `attend_history` on one of them, with four query rows and with more
 LATENT, OVERHEAD = 7.7, 1.5
@@ -120,14 +120,15 @@ def attend(
         output, sums = launch(
             merge, (batch, heads, groups), partial(groups, ops.PLANES * plan.value_block), (output, sums), warps=4
         )
-    parts = 1 if batch * heads >= MULTIPROCESSORS else plan.dim // PIECE
+    many = batch * heads >= MULTIPROCESSORS
+    parts = plan.dim // (min(plan.dim, WIDEST) if many else PIECE)
     sinks = () if sink_logits is None else (sink_logits.astype(jnp.float32),)
     [out] = launch(
         functools.partial(finish, parts=parts),
         (batch, heads, parts),
         [(q.shape, q.dtype)],
         (layer, output, sums, plain_output, plain_sums, codes.value.decode, codes.value.mu, *sinks),
-        warps=8 if parts == 1 else 4,
+        warps=8 if many else 4,
     )
     return out
 

@@ -51,7 +51,7 @@ def _prepare(layer_ref, q_ref, decode_ref, mu_ref, *refs, plan: ops.Plan, here, 
     *turn_refs, queries_ref, numbers_ref = refs
     batch, head, block, index = here
     layer = layer_ref[0]
-    count = ops.QUERY_COLUMNS // plan.rows
+    count = plan.queries // plan.rows
     bucket, local = third * count + ops.iota(count), ops.iota(plan.rows)
     rows = ops.rows_of(plan, block, local)
     exists = None if plan.buckets % count == 0 else bucket < plan.buckets
@@ -85,7 +85,7 @@ def _prepare(layer_ref, q_ref, decode_ref, mu_ref, *refs, plan: ops.Plan, here, 
             query = ops.fma(plan, query_of(partner, known), other, query * own)
         mu = ops.load(mu_ref, layer, head, d[None, None, :], mask=None if known is None else known[None])
         shifts = ops.fma(plan, query, mu, shifts)
-        query = query.reshape(ops.QUERY_COLUMNS, depth)
+        query = query.reshape(plan.queries, depth)
         matrix = ops.load(
             decode_ref, layer, head, slots.number[:, None], d[None, :], mask=ops.both(slots.column, known)
         )
@@ -94,7 +94,7 @@ def _prepare(layer_ref, q_ref, decode_ref, mu_ref, *refs, plan: ops.Plan, here, 
         half = (query.astype(jnp.float16), matrix)
         return shifts, product + lax.dot_general(*half, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
-    shapes = (count, plan.rows, depth), (ops.QUERY_COLUMNS, ops.PLANES * plan.key_block)
+    shapes = (count, plan.rows, depth), (plan.queries, ops.PLANES * plan.key_block)
     initial = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
     # A number of steps that the compiler does not know, as layers are never negative: unrolled, this spills.
     shifts, product = lax.fori_loop(layer >> 31, jnp.int32(plan.dim // depth), absorb, initial)
@@ -116,10 +116,10 @@ def _prepare(layer_ref, q_ref, decode_ref, mu_ref, *refs, plan: ops.Plan, here, 
     else:
         offsets = [round(2 * codec.IMPLIED_OFFSET) * x for x in weights]
         constant, sigma = 0.5 * total((*offsets[:3], offsets[3] + flipped)), jnp.zeros_like(unit)
-    column = ops.iota(ops.QUERY_COLUMNS)
+    column = ops.iota(plan.queries)
     bucket, local = third * count + ops.div(column, plan.rows), ops.rem(column, plan.rows)
     inside = None if exists is None else bucket < plan.buckets
-    shift = jnp.sum(shifts, axis=2).reshape(ops.QUERY_COLUMNS)
+    shift = jnp.sum(shifts, axis=2).reshape(plan.queries)
     for j, number in enumerate(ops.Numbers(unit, constant, sigma, shift)):
         plgpu.store(ops.at(numbers_ref, batch, index, bucket, j, local), number, mask=inside)
     # With the bias and the flip, the two bytes are the low and the high one, both signed.

@@ -11,7 +11,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.attention.triton import ops
 
 MERGE = 16  # splits that `merge` makes one of
-CHUNK = 8  # of which so many are read at a time
+CHUNK, ITEMS = 8, 8192  # of which so many are read at a time, or more of fewer numbers
 
 
 def _sums(sums_ref, batch, index, first, count: int):
@@ -33,7 +33,7 @@ def _mix(plan: ops.Plan, output_ref, sums_ref, batch, index, first, count: int, 
     known = jnp.minimum(first + count, splits)
     flat_top = jnp.broadcast_to(top[None, :], (size // rows, rows)).reshape(1, size)
     items = items[None, :]
-    chunk = min(CHUNK, pl.next_power_of_2(count))
+    chunk = min(max(CHUNK, ITEMS // size), pl.next_power_of_2(count))
 
     def absorb(i, output):
         each = (first + i * chunk + ops.iota(chunk))[:, None]
@@ -106,7 +106,7 @@ def finish(
     output += ops.load(mu_ref, layer, head, d[:, None], mask=known) * past_total[None, :]
     empty = denominator <= 0
     output = jnp.where(empty, 0.0, 1 / jnp.where(empty, 1.0, denominator))[None, :] * output
-    token = jnp.where(rows.real, rows.token, plan.tokens)  # what is masked must not name a place twice: interpreter
-    at = ops.at(out_ref, batch, token[None, :], query_head[None, :], d[:, None])
     mask = rows.real[None, :] if known is None else rows.real[None, :] & known
+    token = jnp.where(mask, rows.token[None, :], plan.tokens)  # masked ones must not name a place twice: interpreter
+    at = ops.at(out_ref, batch, token, query_head[None, :], d[:, None])
     plgpu.store(at, output.astype(out_ref.dtype), mask=jnp.broadcast_to(mask, output.shape))

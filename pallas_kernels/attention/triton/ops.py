@@ -29,7 +29,6 @@ MAGIC_BITS = 0x4B400000
 BYTES_BIAS = 128
 PLAIN_SPAN = 96  # places of the ring that a program reads
 MAX_HEAD_DIM = 256
-QUERY_COLUMNS = 16  # transformed queries of a program
 LOG2E = math.log2(math.e)
 PLANES = codec.PLANES
 
@@ -99,8 +98,13 @@ class Plan:
         return 1 + self.ring_splits
 
     @property
+    def queries(self) -> int:
+        """Transformed queries of a program: the more, the less often E is read; larger heads have no registers left."""
+        return 32 if self.dim <= 128 else 16
+
+    @property
     def query_blocks(self) -> int:
-        return pl.cdiv(self.buckets * self.rows, QUERY_COLUMNS)
+        return pl.cdiv(self.buckets * self.rows, self.queries)
 
     @property
     def logit_scale(self) -> float:
