@@ -65,6 +65,7 @@ class Tokens:
 def step(cache: KVCache, codes, q, k, v, counts, *, config: CacheConfig):
     """All layers of one step, as a decoder runs them: a scan with the cache in its carry. Returns outputs and cache."""
     cache, attend = begin_step(cache, config, codes, counts, tokens=q.shape[2])
+    assert callable(attend)  # one for all layers, which are alike
 
     def layer(cache, inputs):
         out, cache, _ = attend(cache, *inputs)

@@ -19,6 +19,7 @@ from oscar_jax.sharding import make_mesh, weight_spec
 from oscar_jax.step import Step, _run, cache_config, make_step
 from pallas_kernels import sm90
 from pallas_kernels.attention import gpu
+from pallas_kernels.transform_code import TransformCodes
 from pallas_kernels.write import triton
 from tests.oscar_jax.tiny import TIERS, tokens
 from tests.pallas_kernels.codes import transform_codes
@@ -78,7 +79,7 @@ def test_a_mesh_gives_the_tokens_of_one_device(decoder, alone, data, tensor):
             second, first = np.sort(logits[row, same])[-2:]
             assert first - second < TIE
     assert cache.history is not None
-    assert step.codes is not None
+    assert isinstance(step.codes, TransformCodes)
     heads = max(tensor, CONFIG.kv_heads)
     assert cache.history.key.slots.shape[2] == cache.plain.recent_k.shape[3] == heads
     assert {shard.data.shape[2] for shard in cache.history.key.slots.addressable_shards} == {heads // tensor}
