@@ -45,7 +45,7 @@ def xla_operations() -> dict[str, Operation]:
 
 
 def pallas_operations(backend: str) -> dict[str, Operation]:
-    """What the Pallas kernels of "triton" or "tpu" do: on their device, elsewhere in an interpreter.
+    """What the Pallas kernels of "triton" or "tpu" do: on their device, elsewhere in an interpreter, on the CPU.
 
     Raises:
         NotImplementedError: the kernels are not part of this version; the message says so.
@@ -64,7 +64,8 @@ def pallas_operations(backend: str) -> dict[str, Operation]:
         options: dict[str, Any] = {keyword: kernel, "backend": backend}
         if operation == "attention":
             options["interpret"] = interpret
-        operations[operation] = functools.partial(build, **options)
+        run = functools.partial(build, **options)
+        operations[operation] = functools.partial(_on_cpu, run) if interpret else run
     if not operations:
         raise NotImplementedError(f"the {backend} kernels are not part of this version")
     return operations
@@ -102,6 +103,12 @@ def rotations(case: Case) -> Outputs:
     with jax.enable_x64(True):
         outputs = {name: np.asarray(x) for name, x in _compiled(found)(jnp.asarray(target)).items()}
     return outputs | {"hadamard": linalg.hadamard(dim), "bit_reversal": linalg.bit_reversal(dim)}
+
+
+def _on_cpu(operation: Operation, case: Case) -> Outputs:
+    """Interpreters are meant for the CPU: that of TPU kernels gave other numbers on a GPU."""
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        return operation(case)
 
 
 def demotion(case: Case, *, write: Callable, backend: str = "xla") -> Outputs:

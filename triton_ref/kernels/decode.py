@@ -298,6 +298,11 @@ def prepare(q: torch.Tensor, codes: TransformCodes, call: Call, *, tiers: Tiers,
     )
 
 
+def stages(operand: torch.Tensor) -> int:
+    """Of the pipeline: several of fp32 operands do not fit into shared memory."""
+    return 1 if operand.dtype == torch.float32 else 3
+
+
 def attend_history(
     prepared: Prepared,
     cache: LayerCache,
@@ -313,7 +318,10 @@ def attend_history(
     batch, kv_heads, _, rows, _ = prepared.queries.shape
     output = torch.empty(batch, kv_heads, splits, rows, codes.value.slots, device=prepared.rows.device)
     stats = torch.empty(batch, kv_heads, splits, 2, rows, device=prepared.rows.device)
-    run(history_kernel, (batch, kv_heads, splits), *arrays, output, stats, **constants, num_warps=4)
+    run(
+        history_kernel, (batch, kv_heads, splits), *arrays, output, stats, **constants, num_warps=4,
+        num_stages=stages(prepared.queries),
+    )  # fmt: skip
     return output, stats
 
 
@@ -368,7 +376,7 @@ def attend_plain(
         call.starts.int(), call.counts.int(), output, stats,
         KV_HEADS=kv_heads, TOKENS=tokens, ROWS=rows, D=dim, BLOCK_D=block(dim, MIN_DOT), RING=ring, SPAN=PLAIN_SPAN,
         TILE=PLAIN_TILE, SPLITS=splits, SINK=tiers.sink, RECENT=tiers.recent, GROUP=tiers.group,
-        WINDOW=call.window or UNLIMITED, SOFTCAP=call.softcap or 0.0, num_warps=4,
+        WINDOW=call.window or UNLIMITED, SOFTCAP=call.softcap or 0.0, num_warps=4, num_stages=stages(k),
     )  # fmt: skip
     return output, stats
 
