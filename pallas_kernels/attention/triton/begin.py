@@ -14,7 +14,7 @@ from pallas_kernels.storage import loaded
 
 MAX_TOKENS = 16
 PLAIN_TILE = 16  # plain tokens at a time
-DEPTH = 32  # coordinates that `_prepare` contracts at a time
+DEPTH = 16  # coordinates that `_prepare` contracts at a time
 
 
 def begin(
