@@ -24,7 +24,7 @@ from pallas_kernels import tpu_compile
 from pallas_kernels.tpu_compile import TOPOLOGIES, Case
 
 STEP, BLOCKS, HEADS = 512, 4, 8  # tokens, blocks of 128, KV heads
-SIZES = [(64, 128), (128, 128), (256, 128), (128, 64), (128, 16)]  # head size and page
+SIZES = [(dim, page) for page in (128, 64, 16) for dim in (64, 128, 256)]  # head size and page
 _BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(LB|LH|LE|PB|PF)?\s*:\s*(>*)")
 
 
@@ -75,7 +75,8 @@ def schedule(folder: Path) -> Schedule:
 def _end(marks: list[re.Match], first: int) -> int:
     """Where a loop ends: at the next that is not inside, or with three bundles in a row that are not.
 
-    One or two such are instructions moved in from outside; a bundle without a mark is an empty one.
+    Fewer such, or with more that are inside after them, are instructions moved in from outside; a bundle without a mark
+    is an empty one.
     """
     depth = len(marks[first][2])
     outside: list[int] = []
@@ -83,10 +84,12 @@ def _end(marks: list[re.Match], first: int) -> int:
         inside = len(marks[i][2])
         if marks[i][1] == "LB" and inside <= depth:
             return outside[0] if outside else i
-        if inside:
-            outside = [*outside, i] if inside < depth else []
-        if len(outside) == 3:
-            break
+        if inside >= depth:
+            if len(outside) >= 3 and any(len(mark[2]) < depth for mark in marks[i : i + len(outside) + 1]):
+                break
+            outside = []
+        elif inside:
+            outside.append(i)
     return outside[0] if outside else len(marks)
 
 

@@ -72,3 +72,13 @@ def test_the_schedule_is_found_in_the_dumps(tmp_path):
     found = tpu_bundles.schedule(tmp_path)
     assert found.used == {"MXU": 6, "VALU": 8}
     assert (found.heads, found.queries, found.copies) == (8 * 5, 8 * 1, 4 * 2 + 15 - 2 - 1 - 5)
+
+
+@pytest.mark.parametrize(
+    ("depths", "end"),
+    [([3, 2, 2, 3, 1, 1, 1, 1], 4), ([3, 3, 2, 2, 2, 3, 1, 1, 1], 2), ([3, 3, 2, 2, 2, 3, 3, 3, 3, 1, 1, 1], 9)],
+)
+def test_bundles_from_outside_do_not_end_a_loop(depths, end):
+    lines = [f"0x{i:x} {'  ' if i else 'LB'}: {'>' * depth} {{}}" for i, depth in enumerate(depths)]
+    marks = [match for match in map(tpu_bundles._BUNDLE.match, lines) if match]
+    assert tpu_bundles._end(marks, 0) == end
