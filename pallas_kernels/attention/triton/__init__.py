@@ -171,10 +171,14 @@ def _plan(q, k, plain, history, page_indices, codes, tiers, spec, windowed, span
     row_blocks = pl.cdiv(rows, block)
     span = _span(total, bucket, batch * kv_heads * row_blocks, block) if span is None else span
     buckets = pl.cdiv(total, bucket)
+    # With more queries a program reads E less often and takes longer: for launches of several waves of programs.
+    waves = batch * kv_heads * row_blocks * pl.cdiv(buckets * block, 16) / (WAVE * WARPS_OF_MANY_ROWS)
+    # Larger ones have no registers left.
+    queries = 32 if waves > 1 and max(dim, codes.key.slots) <= 128 else 16
     return ops.Plan(
         tokens=tokens, groups=heads // kv_heads, rows=block, row_blocks=row_blocks, head_dim=dim,
         key_bytes=codes.key.slots // ops.PLANES, value_bytes=codes.value.slots // ops.PLANES, page=page, tile=tile,
-        span=span, bucket=bucket, buckets=buckets, splits=pl.cdiv(total, span), ring=ring, tiers=tiers,
+        span=span, bucket=bucket, buckets=buckets, queries=queries, splits=pl.cdiv(total, span), ring=ring, tiers=tiers,
         spec=spec, windowed=windowed, key_offset=codes.key.has_offset, value_offset=codes.value.has_offset,
         rotary=ops.rotary_of(codes), interpret=interpret,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from pallas_kernels.storage import loaded
 
 MAX_TOKENS = 16
 PLAIN_TILE = 16  # plain tokens at a time
-DEPTH = 16  # coordinates that `_prepare` contracts at a time
+DEPTH = {16: 32, 32: 16}  # coordinates that `_prepare` contracts at a time, by queries of a program: registers
 
 
 def begin(
@@ -58,7 +58,7 @@ def _prepare(layer_ref, q_ref, decode_ref, mu_ref, *refs, plan: ops.Plan, here, 
     real = None if plan.groups * plan.tokens == plan.rows * plan.row_blocks else rows.real[None, :, None]
     source = bucket if exists is None else jnp.where(exists, bucket, 0)
     query_head = head * plan.groups + rows.head
-    slots, depth = ops.Slots.of(plan.key_block, plan.key_bytes), min(DEPTH, plan.dim)
+    slots, depth = ops.Slots.of(plan.key_block, plan.key_bytes), min(DEPTH[plan.queries], plan.dim)
 
     def query_of(d, known):  # [1, R, d]
         known = None if known is None else known[None]

@@ -11,7 +11,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.attention.triton import ops
 
 MERGE = 16  # splits that `merge` makes one of
-CHUNK, ITEMS = 8, 8192  # of which so many are read at a time, or more of fewer numbers
+CHUNK = 8  # of which so many are read at a time
 
 
 def _sums(sums_ref, batch, index, first, count: int):
@@ -33,7 +33,7 @@ def _mix(plan: ops.Plan, output_ref, sums_ref, batch, index, first, count: int, 
     known = jnp.minimum(first + count, splits)
     flat_top = jnp.broadcast_to(top[None, :], (size // rows, rows)).reshape(1, size)
     items = items[None, :]
-    chunk = min(max(CHUNK, ITEMS // size), pl.next_power_of_2(count))
+    chunk = min(CHUNK, pl.next_power_of_2(count))
 
     def absorb(i, output):
         each = (first + i * chunk + ops.iota(chunk))[:, None]

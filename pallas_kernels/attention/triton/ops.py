@@ -49,6 +49,7 @@ class Plan:
     span: int  # tiles of a program of history
     bucket: int  # tiles of a bucket, all of them without buckets
     buckets: int
+    queries: int  # transformed queries of a program
     splits: int
     ring: int  # tokens
     tiers: Tiers
@@ -96,11 +97,6 @@ class Plan:
     def plain_splits(self) -> int:
         """The first of sinks and new tokens, the others of the ring."""
         return 1 + self.ring_splits
-
-    @property
-    def queries(self) -> int:
-        """Transformed queries of a program: the more, the less often E is read; larger heads have no registers left."""
-        return 32 if self.dim <= 128 else 16
 
     @property
     def query_blocks(self) -> int:
