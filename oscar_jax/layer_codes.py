@@ -8,7 +8,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
+from oscar_jax.sharding import TENSOR
+from pallas_kernels import dispatch, history
+from pallas_kernels.codec import PLANES
 from pallas_kernels.transform_code import TransformCodes
 
 if TYPE_CHECKING:
@@ -82,6 +86,39 @@ def groups_of(
             own = dataclasses.replace(own, tiers=tiers, implementation=None)
         groups.append((own, code))
     return groups
+
+
+def addressable(config: CacheConfig, codes: TransformCodes | LayerCodes | None) -> TransformCodes | LayerCodes | None:
+    """The codes, with layers in more groups where that keeps the pools at sizes that the GPU kernels can address.
+
+    Of a pool of 2 to 4 GiB of slots a side (`pallas_kernels.history.UNADDRESSED`) they would leave all to XLA.
+    """
+    if codes is None or dispatch.preferred(config.implementation) != "triton":
+        return codes
+    whole = codes if isinstance(codes, LayerCodes) else LayerCodes((codes,), (0,) * config.layers)
+    pages = config.batch * config.sequence_pages if config.pages is None else config.pages
+    heads = config.stored_heads // (1 if config.mesh is None else config.mesh.shape[TENSOR])
+    tokens = pages // config.data_parts * heads * config.tiers.page  # of a layer, on one device
+    parts: list[TransformCodes | None] = []
+    group = [0] * config.layers
+    for number, code in enumerate(whole.codes):
+        layers = whole.layers_of(number)
+        for places in _split(len(layers), code, tokens):
+            for place in places:
+                group[layers[place]] = len(parts)
+            parts.append(code if len(places) == len(layers) else jax.tree.map(lambda leaf, at=places: leaf[at], code))
+    return codes if len(parts) == len(whole.codes) else LayerCodes(tuple(parts), tuple(group))
+
+
+def _split(layers: int, code: TransformCodes | None, tokens: int) -> list[np.ndarray]:
+    """Layers of a group in as few parts as have pools that can be addressed; in one where no number of parts has."""
+    sides = [] if code is None else [code.key, code.value]
+    for count in range(1, layers + 1):
+        parts = np.array_split(np.arange(layers), count)
+        sizes = [len(part) * tokens * side.slots // PLANES for part in parts for side in sides]
+        if not any(size in history.UNADDRESSED for size in sizes):
+            return parts
+    return [np.arange(layers)]
 
 
 def of_group(cache: KVCache, number: int) -> KVCache:

@@ -21,6 +21,9 @@ from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
 
 LANES = 128  # of a TPU's registers
+# Bytes of a pool that Triton kernels of Pallas cannot address: it switches to 64-bit offsets at 2^32 only, and 32-bit
+# ones are signed.
+UNADDRESSED = range(2**31, 2**32 + 1)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["slots", "scale", "offset"], meta_fields=["tokens_last"])

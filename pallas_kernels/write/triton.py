@@ -28,7 +28,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels import codec
 from pallas_kernels.attention.api import PlainTiers
 from pallas_kernels.attention.triton import unavailable
-from pallas_kernels.history import History, SidePages, turn_factors
+from pallas_kernels.history import UNADDRESSED, History, SidePages, turn_factors
 from pallas_kernels.storage import loaded, stored
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import SLOT_BITS, TransformCode, TransformCodes
@@ -257,8 +257,7 @@ def _check(pool: SidePages, code: TransformCode, rows: _Rows) -> None:
         raise NotImplementedError("error feedback rounds one coordinate after another")
     if max(code.head_dim, code.slots) > MAX_HEAD_DIM:
         raise NotImplementedError(f"head size {code.head_dim}, {code.slots} slots: at most {MAX_HEAD_DIM} is built")
-    if 2**31 <= pool.slots.size <= 2**32:
-        # Pallas switches to 64-bit offsets at 2^32 bytes only, and 32-bit ones are signed.
+    if pool.slots.size in UNADDRESSED:
         raise NotImplementedError("a pool of 2 to 4 GiB of slots: smaller and larger ones are built")
 
 

@@ -19,7 +19,9 @@ from oscar_jax.models import random_decoder, tiny_config
 from oscar_jax.session import Session
 from oscar_jax.sharding import make_mesh
 from oscar_jax.step import cache_config, make_step
+from pallas_kernels import dispatch, history
 from pallas_kernels.tiers import Tiers
+from pallas_kernels.transform_code import TransformCodes
 from tests.pallas_kernels.codes import transform_codes
 
 TIERS = Tiers(sink=8, recent=32, group=8, page=16)
@@ -130,6 +132,36 @@ def test_layers_in_groups_give_the_logits_of_layers_in_one_on_a_mesh_too(shuffle
     np.testing.assert_allclose(found[1:], [found[0]] * 2, atol=1e-4)
     with pytest.raises(ValueError, match="codes for 4 layers: expected 2"):
         cache_module.init_cache(dataclasses.replace(config, layers=2), grouped)
+
+
+def test_pools_that_triton_kernels_cannot_address_are_divided(shuffled, monkeypatch):
+    decoder, config, codes, grouped = shuffled
+    on_mesh = dataclasses.replace(config, mesh=make_mesh(data=2, tensor=2))
+
+    def sizes(settings, each):
+        step = make_step(decoder, settings, each)
+        found = jax.eval_shape(step.init).history
+        pools = [found] if isinstance(step.codes, TransformCodes) else [x for x in found if x is not None]
+        devices = 1 if settings.mesh is None else settings.mesh.size
+        return step, [side.slots.size // devices for pool in pools for side in (pool.key, pool.value)]
+
+    _, whole = sizes(config, codes)
+    monkeypatch.setattr(history, "UNADDRESSED", range(whole[0] // 2 + 1, whole[0] + 1))
+    assert make_step(decoder, config, codes).codes is codes  # XLA reads any
+    monkeypatch.setattr(dispatch, "preferred", lambda implementation: "triton")
+    step, halves = sizes(config, codes)
+    assert isinstance(step.codes, LayerCodes)
+    assert step.codes.group == (0, 0, 1, 1)
+    assert halves == 2 * [size // 2 for size in whole]
+    _, ours = sizes(on_mesh, codes)  # a quarter of the pool on each device
+    assert ours == [size // 4 for size in whole]
+    monkeypatch.setattr(history, "UNADDRESSED", range(1, whole[0] + 1))
+    assert make_step(decoder, config, grouped).codes is grouped  # no number of groups would do
+
+    monkeypatch.undo()
+    tokens = np.random.default_rng(0).integers(0, decoder.config.vocab_size, (2, 48))
+    one, two = (each(each.init(), tokens)[0] for each in (make_step(decoder, config, codes), step))
+    np.testing.assert_allclose(one, two, atol=1e-4)
 
 
 def test_an_engine_takes_layers_in_groups_and_warns_beyond_its_artifact(shuffled):

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import codec
 from pallas_kernels.attention.api import AttentionSpec, PlainTiers, check_dtypes
-from pallas_kernels.history import History
+from pallas_kernels.history import UNADDRESSED, History
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
 
@@ -118,8 +118,7 @@ def check(q: jax.Array, plain: PlainTiers, history: History, codes: TransformCod
         raise NotImplementedError(f"page={page}: 16, 32, 64, 128 and 256 are built")
     if history.key.tokens_last or not history.value.tokens_last:
         raise NotImplementedError("the history was laid out for another implementation")
-    if any(2**31 <= side.slots.size <= 2**32 for side in (history.key, history.value)):
-        # Pallas switches to 64-bit offsets at 2^32 bytes only, and 32-bit ones are signed.
+    if any(side.slots.size in UNADDRESSED for side in (history.key, history.value)):
         raise NotImplementedError("a pool of 2 to 4 GiB of slots: smaller and larger ones are built")
 
 
