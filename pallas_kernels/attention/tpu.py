@@ -214,7 +214,7 @@ def attend(
     words = [x for side in ("scale", "offset") for x in (getattr(history.key, side), getattr(history.value, side))]
     inputs = _Inputs(
         query=rows,
-        partner=rows[..., _partners(codes, dim)] if plan.turned else None,
+        partner=_partner(rows, codes) if plan.turned else None,
         bounds=bounds,
         sink_logits=_sink_rows(plan, sink_logits, kv_heads, tokens),
         plain_key=plain_key,
@@ -284,7 +284,8 @@ def _plan(q, k, plain, page_indices, codes, tiers, spec, windowed, sinks) -> _Pl
     if (size := vmem_bytes(plan)) > MAX_VMEM:
         raise NotImplementedError(
             f"{plan.plain} plain tokens and {plan.rows} query rows of size {dim} a KV head take {size / 2**20:.1f} MiB "
-            f"of VMEM: at most {MAX_VMEM // 2**20} are built; a smaller recent or fewer query tokens take less"
+            f"of VMEM: at most {MAX_VMEM // 2**20} are built; a smaller recent, fewer query tokens or larger buckets "
+            "take less"
         )
     return plan
 
@@ -299,6 +300,9 @@ def vmem_bytes(plan: _Plan) -> int:
     scratch += 2 * plan.parts * rows * plan.key_slots + 4 * 8 * rows * LANES
     shared = plan.depth * numbers * plan.step * max(plan.kv_heads, SUBLANES) * 2
     shared += 4 * numbers * plan.step * plan.kv_heads + 2 * 4 * SUBLANES * plan.plain
+    if plan.turned:
+        buckets = pl.cdiv(plan.table * plan.page, plan.bucket * plan.step)
+        shared += 2 * 4 * pl.cdiv(buckets, SUBLANES) * SUBLANES * lanes
     # Logits of plain tokens, in as many copies as libtpu makes of them, then those of a step and its operands.
     copies = 4 if plan.plain_bytes == 2 else 6
     spilled = max(4 * rows * copies * plan.plain, 4 * rows * 8 * plan.step + 8 * plan.step * plan.key_slots)
@@ -336,12 +340,19 @@ def _sink_rows(plan: _Plan, sink_logits: jax.Array | None, kv_heads: int, tokens
     return jnp.pad(rows, ((0, 0), (0, plan.rows - rows.shape[1])))[..., None]
 
 
-def _partners(codes: TransformCodes, dim: int) -> np.ndarray:
-    """The coordinate that the rotation mixes with each; itself where there is none."""
+def _partner(rows: jax.Array, codes: TransformCodes) -> jax.Array:
+    """Of each coordinate, the one that the rotation mixes with it; itself where there is none.
+
+    No gather: of many heads XLA keeps its result in VMEM, which it can outgrow.
+    """
     assert codes.rotary is not None
-    size, d = codes.rotary.rotary_dim, np.arange(dim)
-    far = d ^ 1 if codes.rotary.pairing == "interleaved" else np.where(d < size // 2, d + size // 2, d - size // 2)
-    return np.where(d < size, far, d)
+    size = codes.rotary.rotary_dim
+    turned, rest = rows[..., :size], rows[..., size:]
+    if codes.rotary.pairing == "interleaved":
+        turned = jnp.where(np.arange(size) % 2 == 0, jnp.roll(turned, -1, axis=-1), jnp.roll(turned, 1, axis=-1))
+    else:
+        turned = jnp.roll(turned, size // 2, axis=-1)
+    return jnp.concatenate([turned, rest], axis=-1)
 
 
 def _plain(plan: _Plan, k, v, plain: PlainTiers, layer, starts, counts, tiers: Tiers, window):

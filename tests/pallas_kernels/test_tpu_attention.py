@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import codec, dispatch, tpu_pages
-from pallas_kernels.attention import tpu, xla
+from pallas_kernels.attention import AttentionSpec, PlainTiers, tpu, xla
 from pallas_kernels.history import History, short_page
 from pallas_kernels.tiers import Tiers
 from tests.pallas_kernels.gpu_spec import covering
@@ -215,6 +215,18 @@ def test_what_is_not_built_is_refused_by_name(changes, reason):
         state = dataclasses.replace(state, q=state.q.astype("float32"))
         with pytest.raises(NotImplementedError, match=reason):
             outputs(small, codes, state)
+
+
+def test_the_rotations_of_many_buckets_count():
+    array: Any = jax.ShapeDtypeStruct
+    tiers = Tiers(4, 8, 8, 128)
+    rows = array((1, 1, 1, 256), jnp.bfloat16)
+    plain = PlainTiers(*(array((1, 1, n, 1, 256), jnp.uint16) for n in (4, 4, 8, 8)))
+    codes = codes_of(case(starts=(0,), head_dim=256, tiers=tiers, bucket=128))
+    arguments: Any = (codes, tiers, AttentionSpec(1.0), False, False)
+    tpu._plan(rows, rows, plain, array((1, 1024), jnp.int32), *arguments)
+    with pytest.raises(NotImplementedError, match=r"MiB of VMEM: .* larger buckets take less"):
+        tpu._plan(rows, rows, plain, array((1, 8192), jnp.int32), *arguments)
 
 
 def test_a_page_table_larger_than_scalar_memory_is_refused():

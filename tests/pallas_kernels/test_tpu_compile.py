@@ -57,6 +57,13 @@ def test_what_is_traced_with_64_bit_numbers_compiles():
     assert [outcome.error for outcome in outcomes("v5e", cases)] == [None, None]
 
 
+@needs_libtpu
+def test_queries_of_many_heads_compile():
+    case = Case(head_dim=256, heads_per_group=9, q_len=3, kv_heads=32, dtype="float32", recent=1000)
+    [outcome] = outcomes("tpu7x", [case])
+    assert outcome.compiled, outcome
+
+
 def test_every_pair_is_compiled_and_not_too_many_are():
     found = tpu_spec.cases()
     assert sum(map(len, found.values())) <= 120
