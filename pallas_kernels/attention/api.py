@@ -103,7 +103,13 @@ def attend(
         NotImplementedError: no implementation takes this case; every reason is listed.
     """
     _check_shapes(q, k, v, codes, history)
-    _check_batch(q, plain, history, starts, counts, page_indices, tiers, sink_logits)
+    _check_batch(q, starts, counts, sink_logits)
+    for name, x in {"starts": starts, "counts": counts, "page_indices": page_indices, "window": window}.items():
+        if x is not None and not jnp.issubdtype(jnp.result_type(x), jnp.integer):
+            raise ValueError(f"{name} of {jnp.result_type(x)}: expected integers.")
+    if history is not None and codes is not None:
+        check_table(page_indices, len(q))
+        _check_tiers(plain, history, codes, tiers)
     if not q.size:
         return jnp.zeros_like(q)
     if window is not None:
@@ -201,7 +207,7 @@ def _check_shapes(q, k, v, codes: TransformCodes | None, history: History | None
         )
 
 
-def _check_batch(q, plain: PlainTiers, history, starts, counts, page_indices, tiers: Tiers, sink_logits) -> None:
+def _check_batch(q, starts, counts, sink_logits) -> None:
     batch, _, heads, _ = q.shape
     if not (starts.shape == counts.shape == (batch,)):
         raise ValueError(
@@ -209,13 +215,22 @@ def _check_batch(q, plain: PlainTiers, history, starts, counts, page_indices, ti
         )
     if sink_logits is not None and sink_logits.shape != (heads,):
         raise ValueError(f"sink_logits {sink_logits.shape}: expected [{heads}], one for each head of q.")
-    if history is not None:
-        check_table(page_indices, batch)
-        if plain.recent_k.shape[2] < tiers.recent:
-            raise ValueError(
-                f"plain.recent_k {plain.recent_k.shape}: expected a ring of at least recent={tiers.recent} places, "
-                "tiers.ring(tokens) of them."
-            )
+
+
+def _check_tiers(plain: PlainTiers, history: History, codes: TransformCodes, tiers: Tiers) -> None:
+    if plain.sink_k.shape[2] != tiers.sink:
+        raise ValueError(f"plain.sink_k {plain.sink_k.shape}: expected sink={tiers.sink} places a sequence.")
+    if plain.recent_k.shape[2] < tiers.recent:
+        raise ValueError(
+            f"plain.recent_k {plain.recent_k.shape}: expected a ring of at least recent={tiers.recent} places, "
+            "tiers.ring(tokens) of them."
+        )
+    for name, side, code in (("key", history.key, codes.key), ("value", history.value, codes.value)):
+        if side.scale.shape[-1] != tiers.page:
+            raise ValueError(f"history.{name} has pages of {side.scale.shape[-1]} tokens: expected page={tiers.page}.")
+        if (side.offset is not None) != code.has_offset:
+            found, wanted = ("offsets", "none") if side.offset is not None else ("no offsets", "some")
+            raise ValueError(f"history.{name} has {found}: its code expects {wanted}; make it with init_history.")
 
 
 def check_table(page_indices, batch: int) -> None:

@@ -293,12 +293,19 @@ def test_wrong_shapes_are_refused_by_name():
         ("page_indices", state.arguments["page_indices"][:1], r"page_indices \(1, \d+\): expected \[3, pages"),
         ("page_indices", jnp.zeros((3, 0), jnp.int32), "at least one page"),
         ("sink_logits", jnp.zeros(3), r"sink_logits \(3,\): expected \[4\]"),
+        ("page_indices", state.arguments["page_indices"] + 0.5, "page_indices of float32: expected integers"),
+        ("window", jnp.float32(3), "window of float32: expected integers"),
+        ("tiers", dataclasses.replace(BASE.tiers, page=2 * BASE.tiers.page), r"history\.key has pages of \d+ tokens"),
+        ("tiers", dataclasses.replace(BASE.tiers, sink=BASE.tiers.sink + 1), r"expected sink=5 places a sequence"),
     ]:
         with pytest.raises(ValueError, match=message):
             call(state.q, state.k, state.v, state.plain, state.history, codes, **{name: value})
     ring = {name: getattr(state.plain, name)[:, :, :4] for name in ("recent_k", "recent_v")}
     with pytest.raises(ValueError, match="expected a ring of at least recent=8 places"):
         call(state.q, state.k, state.v, dataclasses.replace(state.plain, **ring), state.history, codes)
+    offsets = codes_of(dataclasses.replace(BASE, key="naive"))
+    with pytest.raises(ValueError, match=r"history\.key has no offsets: its code expects some"):
+        call(state.q, state.k, state.v, state.plain, state.history, offsets)
     with pytest.raises(ValueError, match=r"softcap=0\.0"):
         AttentionSpec(1.0, softcap=0.0)
 
