@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from calib import artifact
-from oscar_jax import cli, download, generate, models
+from oscar_jax import cli, download, generate, limits, models
 from oscar_jax.generate import Completion, complete, encode_prompt, stop_tokens, stream
 from oscar_jax.limits import BeyondCalibrationWarning
 from oscar_jax.models import LoadedModel, random_decoder, tiny_config
@@ -151,6 +151,15 @@ def test_longer_than_the_statistics_warns(model):
         stream(model, PROMPT, manifest=manifest, **options)
     enough = artifact.Manifest("test", max_position=40, sequence=10)
     stream(model, PROMPT, codes=codes(), manifest=enough, **options)
+
+
+def test_longer_than_what_was_measured_warns_whatever_the_calibration():
+    manifest = artifact.Manifest("test", max_position=32768, sequence=8192)
+    limits.warn_beyond(manifest, 8192, what="8192 tokens are")
+    with pytest.warns(
+        BeyondCalibrationWarning, match="8193 tokens are more than the 8192 tokens up to which the error"
+    ):
+        limits.warn_beyond(manifest, 8193, what="8193 tokens are")
 
 
 class _Flushes(io.StringIO):
