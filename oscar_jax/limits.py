@@ -40,8 +40,8 @@ def warn_beyond(manifest: Manifest, length: int, *, what: str, stacklevel: int =
         )
     elif length > MEASURED_LENGTH:
         message = (
-            f"{what} more than the {MEASURED_LENGTH} tokens up to which the error was measured to stay within 1.5 times "
-            "that of short sequences: 1.6 times at 16384 with a calibration of 8192, unknown beyond."
+            f"{what} more than the {MEASURED_LENGTH} tokens up to which the error was measured to stay within 1.5 "
+            "times that of short sequences: 1.6 times at 16384 with a calibration of 8192, unknown beyond."
         )
     else:
         return
