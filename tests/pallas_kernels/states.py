@@ -162,3 +162,18 @@ def expected(case: Case, state: State, *, dtype: str | None = None) -> list:
             )
         )  # fmt: skip
     return outputs
+
+
+def kernel_state(case: Case) -> tuple[TransformCodes, State]:
+    """As Triton kernels want it: values byte-major."""
+    codes = codes_of(case)
+    state = build(case, codes)
+    history = History(state.history.key, state.history.value.laid_out(tokens_last=True))
+    return codes, dataclasses.replace(state, history=history)
+
+
+def error(case: Case, out, state: State) -> float:
+    """Largest difference to the definition, relative to the largest output or one."""
+    pairs = [(rows[:n], want) for rows, n, want in zip(out, case.new, expected(case, state), strict=True)]
+    largest = max(1.0, *(np.abs(want).max(initial=0) for _, want in pairs))
+    return np.max([np.abs(got - want).max(initial=0) for got, want in pairs]) / largest

@@ -11,8 +11,8 @@ from pallas_kernels import sm90
 from pallas_kernels.storage import loaded, stored
 from pallas_kernels.tiers import Tiers
 from tests.pallas_kernels import gpu_spec
-from tests.pallas_kernels.states import Case, expected
-from tests.pallas_kernels.test_triton_attention import kernel_state, outputs, run
+from tests.pallas_kernels.states import Case, expected, kernel_state
+from tests.pallas_kernels.test_triton_attention import outputs, run
 
 CONFIGURATIONS = gpu_spec.configurations()
 SMALL = gpu_spec.axes() | {"head_dim": [64, 96], "heads_per_group": [2, 3], "q_len": [1, 2], "page": [16, 64]}

@@ -12,9 +12,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels import dispatch
 from pallas_kernels.attention import attend, triton
-from pallas_kernels.history import History
 from pallas_kernels.tiers import Tiers
-from tests.pallas_kernels.states import Case, build, codes_of, expected
+from tests.pallas_kernels.states import Case, build, codes_of, error, kernel_state
 
 BASE = Case((0, 5, 37, 300, 700), tiers=Tiers(4, 8, 4, 128), head_dim=128, bucket=256, dtype="bfloat16")
 
@@ -82,13 +81,6 @@ LOWERED = ("decode", "stored offsets", "head size 96", "four tokens", "window ov
 TOLERANCE = {"float32": 5e-4, "float16": 1.5e-3, "bfloat16": 6e-3}
 
 
-def kernel_state(case):
-    codes = codes_of(case)
-    state = build(case, codes)
-    history = History(state.history.key, state.history.value.laid_out(tokens_last=True))
-    return codes, dataclasses.replace(state, history=history)
-
-
 @functools.partial(jax.jit, static_argnames=("tiers", "spec", "span", "tile", "interpret"))
 def run(q, k, v, plain, history, codes, **arguments):
     return triton.attend(q, k, v, plain, history, codes=codes, **arguments)
@@ -97,12 +89,6 @@ def run(q, k, v, plain, history, codes, **arguments):
 def outputs(case, codes, state, **options):
     arguments = (state.q, state.k, state.v, state.plain, state.history, codes)
     return np.asarray(run(*arguments, tiers=case.tiers, spec=case.spec, **state.arguments, **options), np.float32)
-
-
-def error(case, out, state):
-    pairs = [(rows[:n], want) for rows, n, want in zip(out, case.new, expected(case, state), strict=True)]
-    largest = max(1.0, *(np.abs(want).max(initial=0) for _, want in pairs))
-    return np.max([np.abs(got - want).max(initial=0) for got, want in pairs]) / largest
 
 
 @pytest.mark.parametrize("name", INTERPRETED)
