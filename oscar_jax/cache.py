@@ -128,6 +128,11 @@ class CacheConfig:
         return self.tiers.history_pages(self.max_length)
 
     @property
+    def pool_pages(self) -> int:
+        """Pages of the pool, those of all parts of a mesh together."""
+        return self.batch * self.sequence_pages if self.pages is None else self.pages
+
+    @property
     def data_parts(self) -> int:
         """Parts into which the mesh divides sequences and pages."""
         return 1 if self.mesh is None else self.mesh.shape[sharding.DATA]
@@ -141,6 +146,11 @@ class CacheConfig:
     def stored_heads(self) -> int:
         """KV heads of the cache's arrays, copies counted."""
         return self.kv_heads * self.head_copies
+
+    @property
+    def device_heads(self) -> int:
+        """KV heads that a device holds."""
+        return self.stored_heads // (1 if self.mesh is None else self.mesh.shape[sharding.TENSOR])
 
     @property
     def ring(self) -> int:
@@ -197,7 +207,7 @@ def init_cache(config: CacheConfig, codes: TransformCodes | LayerCodes | None = 
     for own, code in groups:
         if code is not None:
             _check_codes(own, code)
-    pages = config.batch * needed if config.pages is None else config.pages
+    pages = config.pool_pages
     if config.pages is not None and pages < needed * config.data_parts:
         raise ValueError(
             f"pages={pages}: one sequence of max_length={config.max_length} needs {needed}"
@@ -231,14 +241,13 @@ def _init_history(config: CacheConfig, codes: TransformCodes, pages: int) -> His
     # The GPU kernels want the tokens of a page of values next to each other, the TPU kernels those of keys too, and
     # short pages in words; every other reader takes all of them.
     preferred = dispatch.preferred(config.implementation)
-    tensor = 1 if config.mesh is None else config.mesh.shape[sharding.TENSOR]
     copies = config.stored_heads // codes.kv_heads
     return init_history(
         codes if copies == 1 else jax.tree.map(lambda leaf: jnp.repeat(leaf, copies, axis=1), codes),
         pages=pages,
         page=config.tiers.page,
         values_tokens_last=preferred == "triton",
-        tpu_heads=config.stored_heads // tensor if preferred == "tpu" else None,
+        tpu_heads=config.device_heads if preferred == "tpu" else None,
     )
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from oscar_jax.sharding import TENSOR
 from pallas_kernels import dispatch, history
 from pallas_kernels.codec import PLANES
 from pallas_kernels.transform_code import TransformCodes
@@ -61,7 +60,7 @@ def history_bits(codes: TransformCodes | LayerCodes | None) -> float:
         return 16.0
     if isinstance(codes, LayerCodes):
         return sum(history_bits(codes.codes[number]) for number in codes.group) / codes.layers
-    return (codes.key.row_bits + codes.value.row_bits) / (2 * codes.head_dim)
+    return codes.history_bits
 
 
 def groups_of(
@@ -96,9 +95,8 @@ def addressable(config: CacheConfig, codes: TransformCodes | LayerCodes | None) 
     if codes is None or dispatch.preferred(config.implementation) != "triton":
         return codes
     whole = codes if isinstance(codes, LayerCodes) else LayerCodes((codes,), (0,) * config.layers)
-    pages = config.batch * config.sequence_pages if config.pages is None else config.pages
-    heads = config.stored_heads // (1 if config.mesh is None else config.mesh.shape[TENSOR])
-    tokens = pages // config.data_parts * heads * config.tiers.page  # of a layer, on one device
+    # Of a layer, on one device.
+    tokens = config.pool_pages // config.data_parts * config.device_heads * config.tiers.page
     parts: list[TransformCodes | None] = []
     group = [0] * config.layers
     for number, code in enumerate(whole.codes):

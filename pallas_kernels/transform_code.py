@@ -289,6 +289,11 @@ class TransformCodes:
     def head_dim(self) -> int:
         return self.key.head_dim
 
+    @property
+    def history_bits(self) -> float:
+        """Bits per K or V element of history rows, scales and offsets counted."""
+        return (self.key.row_bits + self.value.row_bits) / (2 * self.head_dim)
+
     def check(self) -> None:
         """`TransformCode.check` of both sides.
 
@@ -313,8 +318,7 @@ def bits_per_element(codes: TransformCodes | None, tiers: Tiers, context: int, *
     if codes is None:
         return float(plain_bits)
     history = tiers.history_tokens(context)
-    row = (codes.key.row_bits + codes.value.row_bits) / (2 * codes.head_dim)
-    return ((context - history) * plain_bits + history * row) / context
+    return ((context - history) * plain_bits + history * codes.history_bits) / context
 
 
 def _logical_slots(bits: np.ndarray, slots: int) -> tuple[np.ndarray, np.ndarray]:
