@@ -130,7 +130,7 @@ def make_step(
 ) -> Step:
     """A decoder and its transform codes as one callable over a cache; `Step.__call__` says how to call it.
 
-    With a mesh in the config, weights and codes are put on it first, unless they are there.
+    Codes are put on the device first, and with a mesh in the config weights and codes on it, unless they are there.
 
     Args:
         decoder: the model.
@@ -150,7 +150,9 @@ def make_step(
     if config.plain_dtype is None:
         config = dataclasses.replace(config, plain_dtype=decoder.dtype.name)
     codes = addressable(config, codes)
-    if config.mesh is not None:
+    if config.mesh is None:
+        codes = jax.device_put(codes)  # arrays of the host would travel with every call
+    else:
         decoder = sharding.place_decoder(decoder, config.mesh)
         if codes is not None:
             codes = sharding.place_codes(codes, config.mesh, kv_heads=config.stored_heads)

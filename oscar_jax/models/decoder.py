@@ -11,7 +11,7 @@ to `jax.jit` as an ordinary argument that is not donated, and donate the attenti
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -247,5 +247,14 @@ def rms_norm(x: jax.Array, weight: nnx.Param, eps: float) -> jax.Array:
 
 def _project(x: jax.Array, weight: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
     # "highest" keeps float32 from becoming TF32 or bfloat16 passes; for bfloat16 operands it changes nothing.
-    y = jnp.matmul(x, weight[...], precision="highest")
+    product = partial(jnp.matmul, precision="highest")
+    if x.size == x.shape[-1]:
+        y = jax.lax.platform_dependent(x, weight[...], cuda=partial(_product_of_one, product), default=product)
+    else:
+        y = product(x, weight[...])
     return y if bias is None else y + bias[...]
+
+
+def _product_of_one(product: Callable[..., jax.Array], x: jax.Array, weight: jax.Array) -> jax.Array:
+    """XLA's GPU backend would write out all products of one row with a matrix, then sum; of two it makes a matmul."""
+    return product(jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, 1), (0, 0)]), weight)[..., :1, :]
