@@ -86,7 +86,7 @@ def score(
 
     Args:
         codes: None is the plain cache.
-        batch: sequences at once, all of one length. chunk: tokens of a call.
+        batch: most sequences at once, all of one length. chunk: tokens of a call.
 
     Raises:
         ValueError: a sample longer than the model's context.
@@ -96,6 +96,7 @@ def score(
         raise ValueError(f"length={longest}: the model's context is {model.config.max_position}; use a shorter one.")
     if codes is None:
         tiers, implementation = dataclasses.replace(tiers, recent=max(tiers.recent, longest - tiers.sink)), None
+    batch = min(batch, len(samples))
     config = cache_config(
         model.config, max_length=longest, tiers=tiers, plain_dtype=PLAIN_DTYPE, batch=batch,
         implementation=implementation,
@@ -252,6 +253,8 @@ def run(args: argparse.Namespace) -> int:
         "haystack": source,
         "seed": args.seed,
         "calibration": calibration,
+        "batch": args.batch,
+        "implementation": args.implementation,
         **dataclasses.asdict(tiers),
         "seconds": time.perf_counter() - begin,
         "versions": artifact.package_versions(),

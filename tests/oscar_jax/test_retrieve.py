@@ -34,12 +34,13 @@ def samples(tiny, tiny_text):
     return [make_sample("quote", haystack, length=LENGTH, depth=0.3, tiers=TIERS, seed=0, index=i) for i in range(3)]
 
 
-def greedy(tiny, prompt, tokens):
-    row = list(prompt)
-    for _ in range(tokens):
+def _continued(tiny, sample):
+    """The sample with the model's own greedy continuation as its answer."""
+    row = sample.tokens[: -sample.answer_tokens].tolist()
+    for _ in range(sample.answer_tokens):
         padded = jnp.asarray([row + [0] * (LENGTH - len(row))])
         row.append(int(_logits(tiny.decoder, padded)[0, len(row) - 1].argmax()))
-    return row
+    return dataclasses.replace(sample, tokens=np.asarray(row, np.int32))
 
 
 @jax.jit
@@ -50,15 +51,27 @@ def _logits(decoder, tokens):
 
 def test_scores_are_those_of_a_forward_and_exact_is_what_greedy_decoding_writes(tiny, samples):
     """The last of a batch that is not full has the model's own continuation as its answer."""
-    prompt = samples[2].tokens[: -samples[2].answer_tokens]
-    own = greedy(tiny, prompt.tolist(), samples[2].answer_tokens)
-    made = [*samples[:2], dataclasses.replace(samples[2], tokens=np.asarray(own, np.int32))]
+    made = [*samples[:2], _continued(tiny, samples[2])]
     scores = retrieve.score(tiny, None, made, tiers=TIERS, batch=2, chunk=128, progress=False)
     assert [score.exact for score in scores] == [False, False, True]
     for sample, score in zip(made, scores, strict=True):
         log_p = np.asarray(jax.nn.log_softmax(_logits(tiny.decoder, jnp.asarray(sample.tokens[None])), axis=-1))[0]
         places = np.arange(LENGTH - sample.answer_tokens, LENGTH)
         assert score.log_probability == pytest.approx(log_p[places - 1, sample.tokens[places]].sum(), abs=0.2)
+
+
+@pytest.mark.parametrize("coded", [False, True])
+def test_no_score_depends_on_how_many_prompts_run_at_once(tiny, codes, samples, coded):
+    """A batch of two leaves a row over; one of sixty-four is no larger than the samples."""
+    arm, answer = codes if coded else None, samples[2].answer_tokens
+    rows = samples if coded else [*samples[:2], _continued(tiny, samples[2])]
+    alone, *others = (
+        retrieve.score(tiny, arm, rows, tiers=TIERS, batch=batch, chunk=128, progress=False) for batch in (1, 2, 64)
+    )
+    for found in others:
+        assert [score.exact for score in found] == [score.exact for score in alone]
+        for one, other in zip(alone, found, strict=True):
+            assert other.log_probability == pytest.approx(one.log_probability, abs=1e-4 * answer)
 
 
 def test_the_report_pairs_arms_on_the_same_samples(samples):
