@@ -33,6 +33,7 @@ _TABLE = MappingProxyType(
             }
         ),
         "demote_ahead": MappingProxyType({"triton": "pallas_kernels.write.triton:demote_ahead"}),
+        "append": MappingProxyType({"triton": "pallas_kernels.write.triton_append:append"}),
     }
 )
 

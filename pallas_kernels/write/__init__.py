@@ -1,5 +1,5 @@
-"""Writing history: rows to stored rows in their pages, and the rows that leave the recent window."""
+"""Writing the cache: rows to stored rows in their pages, the rows that leave the recent window, and new tokens."""
 
-from pallas_kernels.write.api import demote, demote_ahead, write
+from pallas_kernels.write.api import append, demote, demote_ahead, write
 
-__all__ = ["demote", "demote_ahead", "write"]
+__all__ = ["append", "demote", "demote_ahead", "write"]

@@ -155,3 +155,42 @@ def demote_ahead(
         codes=codes,
         tiers=tiers,
     )
+
+
+def append(
+    plain: PlainTiers,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    layer: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+    tiers: Tiers,
+    after: jax.Array | None = None,
+    implementation: Implementation = None,
+) -> PlainTiers:
+    """Stores new tokens plain in one launch: sinks in their place, the others in the ring (of a long chunk, the last).
+
+    Args:
+        plain: in place where it is donated.
+        k, v: `[B, T, K, D]` in the plain dtype.
+        layer: int32 `[]`.
+        starts: int32 `[B]`, stored tokens before this call. counts: int32 `[B]`, how many of the T new tokens are real.
+        after: nothing is stored before this array is known: attention's output, which reads what is overwritten.
+        implementation: as for `write`.
+
+    Raises:
+        NotImplementedError: no implementation has one launch for it here; `oscar_jax.cache.append` runs everywhere.
+    """
+    return dispatch.call(
+        "append",
+        implementation,
+        plain,
+        k,
+        v,
+        layer=layer,
+        starts=starts,
+        counts=counts,
+        tiers=tiers,
+        after=after,
+    )
