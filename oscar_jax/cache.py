@@ -30,6 +30,7 @@ from pallas_kernels.history import History, init_history
 from pallas_kernels.storage import loaded, storage_dtype, stored
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes, bits_per_element
+from pallas_kernels.write import append as append_plain
 from pallas_kernels.write import demote as demote_tokens
 from pallas_kernels.write import demote_ahead as demote_all_layers
 
@@ -331,11 +332,41 @@ def demote_ahead(
     return dataclasses.replace(cache, history=history)
 
 
-def append(cache: KVCache, k: jax.Array, v: jax.Array, *, layer: jax.Array, counts: jax.Array, tiers: Tiers) -> KVCache:
+def append(
+    cache: KVCache,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    layer: jax.Array,
+    counts: jax.Array,
+    tiers: Tiers,
+    after: jax.Array | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> KVCache:
     """Stores new tokens plain: sinks in their place, the others in the ring (of a long chunk, its last ones).
 
-    Args: as for `demote`.
+    Args:
+        after: attention's output of this layer, `[B, T, N, D]`. With it the tiers, which attention reads, are updated
+            in place.
+        The rest as for `demote`.
     """
+    try:
+        plain = append_plain(
+            cache.plain,
+            k,
+            v,
+            layer=layer,
+            starts=cache.lengths,
+            counts=counts,
+            tiers=tiers,
+            after=after,
+            implementation=implementation,
+        )
+        return dataclasses.replace(cache, plain=plain)
+    except NotImplementedError:
+        pass
+    if after is not None:
+        layer = _after(after, layer)
     batch, tokens = k.shape[:2]
     ring = cache.plain.recent_k.shape[2]
     positions = cache.lengths[:, None] + jnp.arange(tokens)
@@ -415,11 +446,11 @@ def step_attention(
     """
 
     def local(cache: KVCache, codes: TransformCodes | None, counts: jax.Array, layer: jax.Array, q, k, v):
+        options = {"tiers": config.tiers, "implementation": config.implementation}
         if codes is not None and not demoted:
-            options = {"tiers": config.tiers, "implementation": config.implementation}
             cache = demote(cache, k, v, layer=layer, counts=counts, codes=codes, **options)
         out = attend(cache, q, k, v, layer=layer, counts=counts, codes=codes, config=config)
-        return out, append(cache, k, v, layer=_after(out, layer), counts=counts, tiers=config.tiers)
+        return out, append(cache, k, v, layer=layer, counts=counts, after=out, **options)
 
     inputs = (SPECS, CODES, ROWS, EVERYWHERE, HEADS, HEADS, HEADS)
     on_mesh = sharding.on_mesh(config.mesh, local, inputs=inputs, outputs=(HEADS, SPECS))
