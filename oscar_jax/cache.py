@@ -25,6 +25,7 @@ from oscar_jax.sharding import CODES, EVERYWHERE, HEADS, HISTORY, PLAIN, ROWS, o
 from pallas_kernels import dispatch
 from pallas_kernels.attention import AttentionSpec, PlainTiers
 from pallas_kernels.attention import attend as attend_tiers
+from pallas_kernels.attention.api import lane_heads
 from pallas_kernels.codec import SCALE_LIMIT
 from pallas_kernels.history import History, init_history
 from pallas_kernels.storage import loaded, storage_dtype, stored
@@ -165,7 +166,8 @@ class KVCache:
     """Device state, a pytree of static shape; K are `CacheConfig.stored_heads`.
 
     Attributes:
-        plain: sinks `[L, B, S, K, D]` and recents `[L, B, R, K, D]` in the plain dtype's storage dtype.
+        plain: sinks `[L, B, S, K, D]` and recents `[L, B, R, K, D]` in the plain dtype's storage dtype, or
+            for TPUs several heads a row (`pallas_kernels.attention.PlainTiers`).
         history: INT2 pages, None when no sequence can outgrow its windows.
         page_indices: int32 `[B, pages of a sequence]`, the page ids of each sequence in order. On a mesh they count
             from the first page of the sequence's own part of the pool.
@@ -221,10 +223,13 @@ def init_cache(config: CacheConfig, codes: TransformCodes | LayerCodes | None = 
     table = np.arange(config.batch // parts * needed, dtype=np.int32).reshape(config.batch // parts, needed)
     table = np.tile(np.where(table < pages // parts, table, -1), (parts, 1))
 
+    for_tpu = dispatch.preferred(config.implementation) == "tpu"
+
     def plain(config: CacheConfig) -> PlainTiers:
         sides = []
+        rows = lane_heads(config.head_dim, config.device_heads) if for_tpu else 1
         for tokens in (config.tiers.sink, config.ring):
-            shape = (config.layers, config.batch, tokens, config.stored_heads, config.head_dim)
+            shape = (config.layers, config.batch, tokens, config.stored_heads // rows, rows * config.head_dim)
             sides += [jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)]
         return PlainTiers(*sides)
 
@@ -378,6 +383,7 @@ def append(
     ring_place = jnp.where(real & (positions >= tiers.sink) & (positions >= end - ring), positions % ring, ring)
 
     def put(pool: jax.Array, place: jax.Array, rows: jax.Array) -> jax.Array:
+        rows = rows.reshape(batch, tokens, *pool.shape[3:])
         return pool.at[layer, sequence, place].set(stored(rows), mode="drop")
 
     plain = cache.plain

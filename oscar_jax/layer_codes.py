@@ -12,7 +12,7 @@ import numpy as np
 
 from pallas_kernels import dispatch, history
 from pallas_kernels.codec import PLANES
-from pallas_kernels.transform_code import TransformCodes
+from pallas_kernels.transform_code import TransformCodes, flat
 
 if TYPE_CHECKING:
     from oscar_jax.cache import CacheConfig, KVCache
@@ -88,11 +88,16 @@ def groups_of(
 
 
 def addressable(config: CacheConfig, codes: TransformCodes | LayerCodes | None) -> TransformCodes | LayerCodes | None:
-    """The codes, with layers in more groups where that keeps the pools at sizes that the GPU kernels can address.
+    """The codes as the kernels of this device take them.
 
-    Of a pool of 2 to 4 GiB of slots a side (`pallas_kernels.history.UNADDRESSED`) they would leave all to XLA.
+    For GPUs layers are in more groups where that keeps the pools at sizes that the kernels can address: of a pool of 2
+    to 4 GiB of slots a side (`pallas_kernels.history.UNADDRESSED`) they would leave all to XLA. For TPUs matrices that
+    would leave lanes empty are flat.
     """
-    if codes is None or dispatch.preferred(config.implementation) != "triton":
+    preferred = dispatch.preferred(config.implementation)
+    if preferred == "tpu" and config.head_dim % history.LANES:
+        return flat(codes)
+    if codes is None or preferred != "triton":
         return codes
     whole = codes if isinstance(codes, LayerCodes) else LayerCodes((codes,), (0,) * config.layers)
     # Of a layer, on one device.

@@ -8,9 +8,9 @@ with clipping and min/max quantization (OSCAR, arXiv 2605.17757) is the instance
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from pallas_kernels.tiers import Tiers
 
 Kind = Literal["levels", "minmax"]
 Clip = Literal["none", "rank", "static"]
+Codes = TypeVar("Codes")
 SCALE_DTYPES = ("float16", "bfloat16")
 SLOT_BITS = 2
 NO_SLOT = 8  # a shift that moves every stored level (at most 6 bits) out of the slot
@@ -39,6 +40,8 @@ _LEAVES = (
 @dataclasses.dataclass(frozen=True)
 class TransformCode:
     """One side of every layer. All leaves lead with `[L, K]`, or with `[K]` after `layer(l)`.
+
+    Of `flat` ones matrices are rows `[L, K, X Y]` until `layer(l)`.
 
     Attributes:
         mu: f32 `[D]`, subtracted before and added after.
@@ -104,7 +107,12 @@ class TransformCode:
     def layer(self, index: int | jax.Array) -> TransformCode:
         """The `[K, ...]` leaves of one layer; `index` may be traced."""
         # Codes fresh from a fit are numpy arrays, which a traced index cannot index.
-        return jax.tree.map(lambda leaf: leaf[index] if isinstance(index, int) else jnp.asarray(leaf)[index], self)
+        one = jax.tree.map(lambda leaf: leaf[index] if isinstance(index, int) else jnp.asarray(leaf)[index], self)
+        return one._matrices(lambda x: x.reshape(len(x), -1, self.head_dim))
+
+    def _matrices(self, change: Callable[[jax.Array], jax.Array]) -> TransformCode:
+        found = {name: getattr(self, name) for name in ("encode", "decode", "metric", "feedback")}
+        return dataclasses.replace(self, **{name: change(x) for name, x in found.items() if x is not None})
 
     @classmethod
     def build(
@@ -302,6 +310,19 @@ class TransformCodes:
         """
         self.key.check("key")
         self.value.check("value")
+
+
+def flat(codes: Codes) -> Codes:
+    """The same codes as TPUs hold them: matrices of less than 128 columns would leave lanes empty, and memory too.
+
+    Args:
+        codes: a tree of `TransformCode`.
+    """
+
+    def rows(code: TransformCode) -> TransformCode:
+        return code._matrices(lambda x: x.reshape(*x.shape[:2], -1))
+
+    return jax.tree.map(rows, codes, is_leaf=lambda x: isinstance(x, TransformCode))
 
 
 def bits_per_element(codes: TransformCodes | None, tiers: Tiers, context: int, *, plain_bits: int = 16) -> float:

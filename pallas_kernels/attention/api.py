@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.history import History
+from pallas_kernels.history import LANES, History
 from pallas_kernels.storage import loaded
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
@@ -44,13 +45,29 @@ class AttentionSpec:
 class PlainTiers:
     """Plain tokens of all layers in the plain dtype's storage dtype (`pallas_kernels.storage`).
 
-    Sinks `[L, B, S, K, D]`; recents in a ring `[L, B, R, K, D]`, position p at place p mod R.
+    Sinks `[L, B, S, K, D]`; recents in a ring `[L, B, R, K, D]`, position p at place p mod R. For TPUs h heads of a
+    token make a row, `[.., K/h, h D]` (`lane_heads`).
     """
 
     sink_k: jax.Array
     sink_v: jax.Array
     recent_k: jax.Array
     recent_v: jax.Array
+
+
+def lane_heads(head_dim: int, kv_heads: int) -> int:
+    """h, the heads of a token side by side on a TPU's lanes: as few as fill them, or all of a device's."""
+    heads = LANES // math.gcd(LANES, head_dim)
+    return heads if kv_heads % heads == 0 else kv_heads
+
+
+def plain_rows(tier: jax.Array, layer: jax.Array, heads: tuple[int, ...]) -> jax.Array:
+    """One layer of a plain tier, `[B, S or R, K, D]` in the plain dtype.
+
+    Args:
+        heads: K and D.
+    """
+    return loaded(tier[layer]).reshape(*tier.shape[1:3], *heads)
 
 
 def ring_positions(lengths: jax.Array, ring: int) -> jax.Array:

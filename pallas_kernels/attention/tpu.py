@@ -33,9 +33,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import codec, tpu_pages
-from pallas_kernels.attention.api import AttentionSpec, PlainTiers, check_dtypes, ring_positions, window_limit
+from pallas_kernels.attention.api import (
+    AttentionSpec,
+    PlainTiers,
+    check_dtypes,
+    plain_rows,
+    ring_positions,
+    window_limit,
+)
 from pallas_kernels.history import LANES, History, short_page, turn_factors
-from pallas_kernels.storage import loaded
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
 
@@ -118,8 +124,8 @@ class _Inputs(NamedTuple):
     plain_key: Any  # [B, K, D, n]
     plain_value: Any
     plain_positions: Any  # int32 [B, 1, n], NOWHERE where there is no token
-    decode: Any  # f32 [L, K, N, D], rows of E in the order of fields, over their powers of 4
-    key_mean: Any  # f32 [L, K, 1, D]
+    decode: Any  # f32 [K, N, D], rows of E in the order of fields, over their powers of 4
+    key_mean: Any  # f32 [K, 1, D]
     value_mean: Any
     turns: Any  # two of f32 [buckets, D]
     key: Any  # uint8 [L, P, K, N/4, page], or of short pages int32 [L, P, K/h, R, 128]
@@ -209,6 +215,7 @@ def attend(
 
     plain_key, plain_value, plain_positions = _plain(plan, k, v, plain, layer[0], starts, counts, tiers, window)
     turns = turn_factors(codes, tiers, tiers.sink + plan.table * plan.page, dim)
+    key, value = codes.key.layer(layer[0]), codes.value.layer(layer[0])
     order = field_order(plan.key_slots)
     powers = np.repeat(4.0 ** -np.array(POWERS), plan.key_slots // FIELDS).astype(np.float32)
     words = [x for side in ("scale", "offset") for x in (getattr(history.key, side), getattr(history.value, side))]
@@ -220,16 +227,16 @@ def attend(
         plain_key=plain_key,
         plain_value=plain_value,
         plain_positions=plain_positions,
-        decode=jnp.asarray(codes.key.decode, jnp.float32)[:, :, order] * powers[:, None],
-        key_mean=jnp.asarray(codes.key.mu, jnp.float32)[:, :, None],
-        value_mean=jnp.asarray(codes.value.mu, jnp.float32)[:, :, None],
+        decode=key.decode[:, order] * powers[:, None],
+        key_mean=key.mu[:, None],
+        value_mean=value.mu[:, None],
         turns=tuple(jnp.asarray(x) for x in turns) if plan.turned else None,
         key=history.key.slots,
         value=history.value.slots,
         numbers=[_numbers(plan, x, layer[0], table) for x in words if x is not None],
     )
     output, slots = _call(plan, scalars, inputs, interpret)
-    decode = jnp.asarray(codes.value.decode)[layer[0]][:, field_order(plan.value_slots)]
+    decode = value.decode[:, field_order(plan.value_slots)]
     output = output + jnp.einsum("bkqn,knd->bkqd", slots, decode, precision="highest")
     output = output[:, :, : tokens * (heads // kv_heads)].reshape(batch, kv_heads, heads // kv_heads, tokens, dim)
     return output.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)
@@ -368,7 +375,8 @@ def _plain(plan: _Plan, k, v, plain: PlainTiers, layer, starts, counts, tiers: T
     pad = plan.plain - positions.shape[1]
 
     def tokens_last(sinks: jax.Array, new: jax.Array, recent: jax.Array) -> jax.Array:
-        x = jnp.concatenate([loaded(sinks[layer]), new, loaded(recent[layer])], axis=1)
+        sinks, recent = (plain_rows(tier, layer, new.shape[2:]) for tier in (sinks, recent))
+        x = jnp.concatenate([sinks, new, recent], axis=1)
         # Unused places may hold NaN, and 0 * NaN is NaN: select before the product.
         x = jnp.where(usable[:, :, None, None], x, 0).transpose(0, 2, 3, 1)
         x = x.astype(jnp.float32) if x.dtype == jnp.float16 else x  # Mosaic has no float16
@@ -390,21 +398,21 @@ def _call(plan: _Plan, scalars, inputs: _Inputs, interpret) -> tuple[jax.Array, 
     def by_sequence(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, *shape), lambda b, h, *_: (b, *(0,) * len(shape)))
 
-    def by_layer(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, heads, *shape), lambda b, h, layer, *_: (layer[0], h, 0, 0))
+    def of_layer(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((heads, *shape), lambda b, h, *_: (h, 0, 0))
 
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     specs = _Inputs(
         query=by_head(rows, plan.head_dim),
         partner=by_head(rows, plan.head_dim),
         bounds=by_sequence(2, rows, 1),
-        sink_logits=pl.BlockSpec((heads, rows, 1), lambda b, h, *_: (h, 0, 0)),
+        sink_logits=of_layer(rows, 1),
         plain_key=by_head(plan.head_dim, plan.plain),
         plain_value=by_head(plan.head_dim, plan.plain),
         plain_positions=by_sequence(1, plan.plain),
-        decode=by_layer(plan.key_slots, plan.head_dim),
-        key_mean=by_layer(1, plan.head_dim),
-        value_mean=by_layer(1, plan.head_dim),
+        decode=of_layer(plan.key_slots, plan.head_dim),
+        key_mean=of_layer(1, plan.head_dim),
+        value_mean=of_layer(1, plan.head_dim),
         turns=(pl.BlockSpec(memory_space=pltpu.VMEM),) * 2,
         key=anywhere,
         value=anywhere,

@@ -15,10 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import codec
-from pallas_kernels.attention.api import AttentionSpec, PlainTiers, ring_positions, softmax_dtype
+from pallas_kernels.attention.api import AttentionSpec, PlainTiers, plain_rows, ring_positions, softmax_dtype
 from pallas_kernels.history import History, bucket_tables, from_bucket
 from pallas_kernels.rope import unrotate
-from pallas_kernels.storage import loaded
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
 
@@ -163,8 +162,12 @@ def _over_plain(
     positions = jnp.concatenate([sink, length + new, held], axis=1)
     usable = jnp.concatenate([sink < length, new < counts[:, None], held >= tiers.sink], axis=1)
     usable &= positions >= lowest[:, None]
-    keys = jnp.concatenate([loaded(plain.sink_k[layer]), k, loaded(plain.recent_k[layer])], axis=1)
-    values = jnp.concatenate([loaded(plain.sink_v[layer]), v, loaded(plain.recent_v[layer])], axis=1)
+
+    def joined(sinks: jax.Array, new: jax.Array, recent: jax.Array) -> jax.Array:
+        sinks, recent = (plain_rows(tier, layer, new.shape[2:]) for tier in (sinks, recent))
+        return jnp.concatenate([sinks, new, recent], axis=1)
+
+    keys, values = joined(plain.sink_k, k, plain.recent_k), joined(plain.sink_v, v, plain.recent_v)
     rows = (keys, values, positions, usable)
     total = tiers.sink + tokens + ring
     if total <= 2 * TILE_TOKENS or tokens <= SLOT_READ_TOKENS:  # logits of few queries are small whatever the ring

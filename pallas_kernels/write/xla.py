@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import codec
-from pallas_kernels.attention.api import PlainTiers
+from pallas_kernels.attention.api import PlainTiers, plain_rows
 from pallas_kernels.history import History, bucket_tables, to_bucket
-from pallas_kernels.storage import loaded
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
 
@@ -97,8 +96,7 @@ def leaving(
     source = jnp.where(old, positions % ring, ring + jnp.clip(positions - starts[:, None], 0, tokens - 1))
 
     def gather(recent: jax.Array, new: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(
-            jnp.concatenate([loaded(recent[layer]), new], axis=1), source[:, :, None, None], axis=1, mode="clip"
-        )
+        rows = jnp.concatenate([plain_rows(recent, layer, new.shape[2:]), new], axis=1)
+        return jnp.take_along_axis(rows, source[:, :, None, None], axis=1, mode="clip")
 
     return gather(plain.recent_k, k), gather(plain.recent_v, v), positions, valid

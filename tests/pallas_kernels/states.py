@@ -2,10 +2,12 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.attention import AttentionSpec, PlainTiers
+from pallas_kernels.attention.api import lane_heads
 from pallas_kernels.history import History, SidePages
 from pallas_kernels.storage import stored
 from pallas_kernels.tiers import Tiers
@@ -162,6 +164,16 @@ def expected(case: Case, state: State, *, dtype: str | None = None) -> list:
             )
         )  # fmt: skip
     return outputs
+
+
+def in_lanes(plain: PlainTiers) -> PlainTiers:
+    """The same tiers as a cache holds them for TPUs."""
+
+    def rows(x: jnp.ndarray) -> jnp.ndarray:
+        heads = lane_heads(x.shape[4], x.shape[3])
+        return x.reshape(*x.shape[:3], x.shape[3] // heads, heads * x.shape[4])
+
+    return jax.tree.map(rows, plain)
 
 
 def kernel_state(case: Case) -> tuple[TransformCodes, State]:

@@ -14,8 +14,9 @@ from pallas_kernels import codec, dispatch, tpu_pages
 from pallas_kernels.attention import AttentionSpec, PlainTiers, tpu, xla
 from pallas_kernels.history import History, short_page
 from pallas_kernels.tiers import Tiers
+from pallas_kernels.transform_code import flat
 from tests.pallas_kernels.gpu_spec import covering
-from tests.pallas_kernels.states import Case, build, codes_of, expected
+from tests.pallas_kernels.states import Case, build, codes_of, expected, in_lanes
 
 QUICK: Any = {"xla_backend_optimization_level": 0}  # compiling is nearly all the time of an interpreted kernel
 BASE = Case(
@@ -41,6 +42,7 @@ CASES = {
     ),
 }  # fmt: skip
 SLOW = {
+    "three heads of 64 in a row": case(head_dim=64, kv_heads=3, q_heads=3),
     "one bucket": case(bucket=None),
     "head size 256": case(head_dim=256),
     "float32, everything": case(
@@ -90,7 +92,8 @@ def kernel_state(case):
         if key.offset is not None:
             key = dataclasses.replace(key, offset=jax.lax.bitcast_convert_type(key.offset, jnp.int16))
     # As a model has them, queries have the dtype of the plain tokens: of fp32 ones the kernel is as exact as fp32.
-    return codes, dataclasses.replace(state, history=History(key, value), q=state.q.astype(case.dtype))
+    q = state.q.astype(case.dtype)
+    return codes, dataclasses.replace(state, q=q, plain=in_lanes(state.plain), history=History(key, value))
 
 
 @functools.partial(jax.jit, static_argnames=("tiers", "spec"))
@@ -99,7 +102,7 @@ def run(q, k, v, plain, history, codes, *, tiers, spec, **arguments):
 
 
 def outputs(case, codes, state):
-    arguments = (state.q, state.k, state.v, state.plain, state.history, codes)
+    arguments = (state.q, state.k, state.v, state.plain, state.history, flat(codes))
     options = dict(tiers=case.tiers, spec=case.spec)
     program = run.lower(*arguments, **options, **state.arguments).compile(compiler_options=QUICK)
     return np.asarray(program(*arguments, **state.arguments), np.float64)

@@ -14,9 +14,11 @@ from pallas_kernels.attention import PlainTiers
 from pallas_kernels.history import History, init_history
 from pallas_kernels.storage import stored
 from pallas_kernels.tiers import Tiers
+from pallas_kernels.transform_code import flat
 from pallas_kernels.write import tpu, xla
 from tests.pallas_kernels import tpu_races
 from tests.pallas_kernels.codes import transform_codes
+from tests.pallas_kernels.states import in_lanes
 
 QUICK: Any = {"xla_backend_optimization_level": 0}
 POOL = 7  # pages of 128 tokens, or as many tokens in shorter ones
@@ -94,7 +96,8 @@ def test_rows_are_stored_as_by_the_definition_and_nothing_else_changes(recipe, p
     want = by_xla(before, k, v, **arguments | dict(valid=arguments["valid"] & (positions >= 4)))
     assert_same(by_xla(before, k, v, **arguments), want, before)
     pages = for_tpu(before)
-    assert_same(run(functools.partial(tpu.write, interpret=True, **options), pages, k, v, **arguments), want, before)
+    as_held = options | dict(codes=flat(codes))
+    assert_same(run(functools.partial(tpu.write, interpret=True, **as_held), pages, k, v, **arguments), want, before)
     assert jax.tree.map(jnp.shape, pages) == jax.tree.map(
         jnp.shape, init_history(codes, pages=POOL * 128 // page, page=page, tpu_heads=heads)
     )
@@ -108,15 +111,15 @@ def test_demotion_has_no_race_and_equals_the_definition(page, capfd):
     codes = transform_codes("levels", "levels-uniform", bucket=128, head_dim=64, layers=2)
     before = history_of(codes, page)
     rng = np.random.default_rng(3)
-    tiers = [stored(jnp.asarray(rng.normal(size=(2, 3, n, 2, 64)), jnp.bfloat16)) for n in (4, 4, 18, 18)]
+    plain = PlainTiers(*(stored(jnp.asarray(rng.normal(size=(2, 3, n, 2, 64)), jnp.bfloat16)) for n in (4, 4, 18, 18)))
     k, v = rows_of(4)
     # The first crosses the edge of a page with its ninth token, the second demotes none, the third has no page for it.
     lengths = dict(starts=jnp.asarray([139, 20, 400], jnp.int32), counts=jnp.asarray([4, 0, 4], jnp.int32))
     options = dict(codes=codes, tiers=Tiers(4, 8, 8, page))
     arguments = dict(layer=jnp.int32(0), page_indices=table_of(page), **lengths)
     simulated = functools.partial(tpu.demote, interpret=pltpu.InterpretParams(detect_races=True), **options)
-    got = run(simulated, for_tpu(before), PlainTiers(*tiers), k, v, **arguments)
-    want = run(functools.partial(xla.demote, **options), before, PlainTiers(*tiers), k, v, **arguments)
+    got = run(simulated, for_tpu(before), in_lanes(plain), k, v, **arguments)
+    want = run(functools.partial(xla.demote, **options), before, plain, k, v, **arguments)
     assert_same(got, want, before)
     assert not tpu_races.found()
     assert "non-zero count" not in "".join(capfd.readouterr())
