@@ -87,7 +87,7 @@ def groups_of(
     return groups
 
 
-def addressable(config: CacheConfig, codes: TransformCodes | LayerCodes | None) -> TransformCodes | LayerCodes | None:
+def for_kernels(config: CacheConfig, codes: TransformCodes | LayerCodes | None) -> TransformCodes | LayerCodes | None:
     """The codes as the kernels of this device take them.
 
     For GPUs layers are in more groups where that keeps the pools at sizes that the kernels can address: of a pool of 2

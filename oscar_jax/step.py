@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike
 
 from oscar_jax import sharding
 from oscar_jax.cache import SPECS, CacheConfig, KVCache, advance, begin_step, check_cache, init_cache
-from oscar_jax.layer_codes import LayerCodes, addressable
+from oscar_jax.layer_codes import LayerCodes, for_kernels
 from oscar_jax.models import Decoder, ModelConfig
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.tiers import Tiers
@@ -149,7 +149,7 @@ def make_step(
         raise ValueError(f"config has {', '.join(wrong)}: this model has {expected}; use cache_config(decoder.config).")
     if config.plain_dtype is None:
         config = dataclasses.replace(config, plain_dtype=decoder.dtype.name)
-    codes = addressable(config, codes)
+    codes = for_kernels(config, codes)
     if config.mesh is None:
         codes = jax.device_put(codes)  # arrays of the host would travel with every call
     else:

@@ -68,7 +68,7 @@ def compiled_step(setting: Setting) -> dict:
 
     from oscar_jax import sharding, step
     from oscar_jax.cache import SPECS, expected_bits, init_cache
-    from oscar_jax.layer_codes import addressable
+    from oscar_jax.layer_codes import for_kernels
     from oscar_jax.models.decoder import Decoder, parameter_shapes
     from pallas_kernels.transform_code import TransformCodes
 
@@ -91,7 +91,7 @@ def compiled_step(setting: Setting) -> dict:
         config = step.cache_config(
             model, max_length=context, batch=batch, plain_dtype="bfloat16", implementation="tpu", mesh=mesh
         )  # fmt: skip
-        codes = on_mesh(jax.eval_shape(lambda codes: addressable(config, codes), codes), sharding.CODES)
+        codes = on_mesh(jax.eval_shape(lambda codes: for_kernels(config, codes), codes), sharding.CODES)
         cache = on_mesh(jax.eval_shape(lambda: init_cache(config, codes)), SPECS)
         tokens, counts = (
             on_mesh(jax.ShapeDtypeStruct(shape, jnp.int32), sharding.ROWS) for shape in ((batch, 1), (batch,))
