@@ -83,3 +83,11 @@ def test_a_page_out_of_range_is_caught(case, monkeypatch):
     monkeypatch.setattr(tpu, "_in_range", lambda pages, pool: pages + pool)
     with pytest.raises(Exception, match="Out-of-bounds"):
         attend(dataclasses.replace(case, starts=(200,)))
+
+
+def test_a_copy_that_never_starts_is_named_and_ended():
+    """In as much time as the same test takes whose copies start."""
+    test = "tests/pallas_kernels/tpu_hang.py::test_copies"
+    assert tpu_races.failure(f"{test}[True]", seconds=45) is None
+    waiting = tpu_races.failure(f"{test}[False]", seconds=45)
+    assert waiting == f"{test}[False] has not ended after 45 s: does it wait for a copy that never starts?"
