@@ -1,7 +1,8 @@
 """Whole decode steps of the engine at Qwen3-8B shapes with random weights: the 2-bit cache beside a BF16 one.
 
 `python benchmarks/step_on_device.py --out benchmarks/results/h200-step.json` on one GPU; `--tensor 2` on two compares
-one with two instead, the 2-bit cache alone. `--cases`, `--arms` and `--memory 0` choose parts of it, and
+one with two instead, the 2-bit cache alone; XLA launches their collectives one by one unless XLA_FLAGS has
+--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,COLLECTIVES. `--cases`, `--arms` and `--memory 0` choose parts of it, and
 `--model tiny --cases 2x256 --memory 0 --baseline xla` tries it on any device.
 
 Both caches run in the same `Engine`, scheduler, sampling and host included, with the same decoder. Prompts are not
@@ -24,6 +25,7 @@ import gc
 import json
 import os
 import statistics
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -69,7 +71,7 @@ def main() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".95")  # jax takes three quarters otherwise
     config = model_config(args.model)
     found: dict[str, Any] = {
-        "device": jax.devices()[0].device_kind, "jax": jax.__version__, "model": f"{args.model} shapes, random weights",
+        "command": " ".join(["python", *sys.argv]), "xla_flags": os.environ.get("XLA_FLAGS", ""), "device": jax.devices()[0].device_kind, "jax": jax.__version__, "model": f"{args.model} shapes, random weights",
         "baseline": args.baseline, "unroll": args.unroll, "steps": STEPS, "rows": [],
     }  # fmt: skip
 
