@@ -1,9 +1,10 @@
 """Whole decode steps of the engine at Qwen3-8B shapes with random weights: the 2-bit cache beside a BF16 one.
 
 `python benchmarks/step_on_device.py --out benchmarks/results/h200-step.json` on one GPU; `--tensor 2` on two compares
-one with two instead, the 2-bit cache alone; XLA launches their collectives one by one unless XLA_FLAGS has
---xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,COLLECTIVES. `--cases`, `--arms` and `--memory 0` choose parts of it, and
-`--model tiny --cases 2x256 --memory 0 --baseline xla` tries it on any device.
+one with two instead, the 2-bit cache alone. XLA launches their collectives one by one unless XLA_FLAGS has
+--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,COLLECTIVES.
+`--cases`, `--arms` and `--memory 0` choose parts of it, and `--model tiny --cases 2x256 --memory 0 --baseline xla` tries
+it on any device.
 
 Both caches run in the same `Engine`, scheduler, sampling and host included, with the same decoder. Prompts are not
 computed: what a cache holds does not change how long a step takes. The BF16 engine's plain tier holds the whole
@@ -71,7 +72,8 @@ def main() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".95")  # jax takes three quarters otherwise
     config = model_config(args.model)
     found: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]), "xla_flags": os.environ.get("XLA_FLAGS", ""), "device": jax.devices()[0].device_kind, "jax": jax.__version__, "model": f"{args.model} shapes, random weights",
+        "command": " ".join(["python", *sys.argv]), "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "device": jax.devices()[0].device_kind, "jax": jax.__version__, "model": f"{args.model} shapes, random weights",
         "baseline": args.baseline, "unroll": args.unroll, "steps": STEPS, "rows": [],
     }  # fmt: skip
 
