@@ -3,7 +3,7 @@
 `python benchmarks/step_on_device.py --out benchmarks/results/h200-step.json` on one GPU; `--tensor 2` on two compares
 one with two instead, the 2-bit cache alone. XLA launches their collectives one by one unless XLA_FLAGS has
 --xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,COLLECTIVES.
-`--cases`, `--arms` and `--memory 0` choose parts of it, and `--model tiny --cases 2x256 --memory 0 --baseline xla` tries
+`--cases`, `--arms` and `--memory 0` choose parts of it; `--model tiny --cases 2x256 --memory 0 --baseline xla` tries
 it on any device.
 
 Both caches run in the same `Engine`, scheduler, sampling and host included, with the same decoder. Prompts are not
