@@ -98,7 +98,7 @@ def fit(
         raise ValueError(
             f"max_position={max_position}: expected more than the {settings.sink} sinks of the statistics."
         )
-    counts = _slots(recipe, settings.head_dim, slots)
+    counts = slot_counts(recipe, settings.head_dim, slots)
     if groups(recipe):
         check(moments)
         _require(moments, recipe)
@@ -184,7 +184,15 @@ def _warn(moments: Moments, recipe: Recipe) -> None:
         )
 
 
-def _slots(recipe: Recipe, dim: int, slots: int | tuple[int, int] | None) -> dict[Side, int]:
+def slot_counts(recipe: Recipe, dim: int, slots: int | tuple[int, int] | None) -> dict[Side, int]:
+    """N of each side.
+
+    Args:
+        dim: the head size. slots: as for `fit`.
+
+    Raises:
+        ValueError: slots that the recipe does not take.
+    """
     pair = (slots, slots) if slots is None or isinstance(slots, int) else slots
     counts: dict[Side, int] = {"key": dim if pair[0] is None else pair[0], "value": dim if pair[1] is None else pair[1]}
     for name, side in recipe.sides.items():
@@ -192,10 +200,10 @@ def _slots(recipe: Recipe, dim: int, slots: int | tuple[int, int] | None) -> dic
         most = 3 * dim if side.kind == "levels" else dim
         if counts[name] % 8 or not least <= counts[name] <= most:
             nearest = min(max(round(counts[name] / 8) * 8, least), most)
-            raise ValueError(
-                f"slots={counts[name]} on the {name} side of recipe {recipe.name!r}: expected a multiple of 8 "
-                f"from {least} to {most}; the nearest is {nearest}."
-            )
+            expected = f"a multiple of 8 from {least} to {most}; the nearest is {nearest}"
+            if least == most:
+                expected = f"{dim}, the head size, which is all that recipes of kind {side.kind!r} take"
+            raise ValueError(f"slots={counts[name]} on the {name} side of recipe {recipe.name!r}: expected {expected}.")
         if counts[name] > dim and counts[name] % dim and not side.search_bits:
             raise ValueError(
                 f"slots={counts[name]} on the {name} side of recipe {recipe.name!r}, which gives all coordinates equal "

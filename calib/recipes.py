@@ -82,6 +82,12 @@ class SideRecipe:
             raise ValueError(f"clip={self.clip!r} with kind='levels': expected 'none'; levels saturate on their own.")
         if not 0 < self.clip_ratio <= 1:
             raise ValueError(f"clip_ratio={self.clip_ratio}: expected a quantile above 0, at most 1.")
+        for name in ("step", "gain"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}={getattr(self, name)}: expected a number above 0.")
+        for name in ("ridge", "damping"):
+            if not 0 <= (getattr(self, name) or 0) < float("inf"):
+                raise ValueError(f"{name}={getattr(self, name)}: expected a number of at least 0.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -68,6 +68,24 @@ def opening(model: LoadedModel) -> list[int]:
     return start if start == [model.tokenizer.bos_token_id] else []
 
 
+def get_recipes(names: Sequence[str]) -> list[Recipe]:
+    """The recipes of these names and files.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: as `calib.recipes.get`, or two of one name.
+    """
+    found: dict[str, str] = {}
+    recipes = []
+    for name in names:
+        recipe = get_recipe(name)
+        if recipe.name in found:
+            raise ValueError(f"recipes {found[recipe.name]!r} and {name!r} are both named {recipe.name!r}; rename one.")
+        found[recipe.name] = name
+        recipes.append(recipe)
+    return recipes
+
+
 def calibrate(
     model: LoadedModel,
     text: corpus.TokenText,
@@ -97,7 +115,7 @@ def calibrate(
             fit the text or the context, a `max_position` within the sinks, an unknown recipe, NaN in the model's
             activations.
     """
-    chosen = [get_recipe(name) for name in recipes]
+    chosen = get_recipes(recipes)
     measured = measure(
         model, text, chosen, sequence=sequence, bucket=bucket, max_position=max_position, value_metric=value_metric,
         progress=progress,
@@ -300,8 +318,7 @@ def _kv_bytes(model: LoadedModel, tokens: int) -> int:
 def run(args: argparse.Namespace) -> int:
     """`oscar-jax calibrate`."""
     begin = time.perf_counter()
-    for recipe in args.recipe:
-        get_recipe(recipe)
+    get_recipes(args.recipe)
     _require_pages(args.bucket, Tiers().page)
     _require_writable(Path(args.out).absolute())
     if args.average_bits is not None and len(args.recipe) > 1:

@@ -86,7 +86,7 @@ def score(
         ValueError: windows too short to measure anything, or longer than the model's context.
     """
     batch, length = windows.shape
-    first = _first_measured(model, windows, tiers)
+    first = _first_measured(model, windows.shape[1], tiers)
     codes: dict[str, TransformCodes | LayerCodes | None] = {BASELINE: None, **arms}
     plain = dataclasses.replace(tiers, recent=max(tiers.recent, length - tiers.sink))
     steps = {}
@@ -136,7 +136,7 @@ def score_one_pass(
         chunk: positions whose logits exist at once.
     """
     length = windows.shape[1]
-    first = _first_measured(model, windows, tiers)
+    first = _first_measured(model, windows.shape[1], tiers)
     targets, tokens = _next_tokens(windows), jnp.asarray(windows, jnp.int32)
     history = tiers.history_tokens(length)
     base = one_pass.hidden_states(model.decoder, tokens, one_pass.PLAIN, tiers=tiers)
@@ -157,8 +157,8 @@ def score_one_pass(
     return scores
 
 
-def _first_measured(model: LoadedModel, windows: np.ndarray, tiers: Tiers) -> int:
-    length, first = windows.shape[1], tiers.sink + tiers.recent + SETTLED
+def _first_measured(model: LoadedModel, length: int, tiers: Tiers) -> int:
+    first = tiers.sink + tiers.recent + SETTLED
     if length < first + 2:
         raise ValueError(
             f"windows of {length} tokens: with sink={tiers.sink} and recent={tiers.recent} expected at least "
@@ -329,19 +329,27 @@ def table(arms: Mapping[str, Mapping[str, Any]]) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """`oscar-jax evaluate`."""
+    if args.one_pass and (args.layer_errors or args.implementation):
+        option = "--layer-errors" if args.layer_errors else "--implementation"
+        raise ValueError(f"{option} is about the cache, and --one-pass has none: leave one of them out.")
+    check_request(args, others=one_pass.BASELINES)
     if args.out:
         reports.require_matplotlib("--out")
+        reports.require_place("--out", args.out, folder=True)
+    if args.csv:
+        reports.require_place("--csv", args.csv, folder=False)
     model = load(args.model)
     encode = calibrate.encoder(model)
     tiers = Tiers(sink=args.sink, recent=args.recent)
+    _first_measured(model, args.sequence, tiers)
+    cache_config(model.config, max_length=args.sequence, tiers=tiers, implementation=args.implementation)
     text = corpus.heldout_text(encode, args.tokens, file=args.text, offset=args.offset, minimum=args.sequence)
     baselines = [name for name in args.recipes if name in one_pass.BASELINES]
     args.recipes = [name for name in args.recipes if name not in baselines]
-    arms: dict[str, TransformCodes | LayerCodes | one_pass.OnePassArm] = {}
-    calibration = None
-    if not baselines or args.artifact or set(args.recipes) - {BASELINE}:
-        codes, calibration = requested_arms(args, model, length=args.sequence)
-        arms |= {name: one_pass.from_codes(code) for name, code in codes.items()} if args.one_pass else codes
+    codes, calibration = requested_arms(args, model, length=args.sequence)
+    arms: dict[str, TransformCodes | LayerCodes | one_pass.OnePassArm] = {
+        name: one_pass.from_codes(code) if args.one_pass else code for name, code in codes.items()
+    }
     arms |= {name: one_pass.baselines(model.config.head_dim)[name] for name in baselines}
     found = evaluate(
         model,
@@ -365,6 +373,22 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def check_request(args: argparse.Namespace, *, others: Sequence[str] = ()) -> None:
+    """Finds out before a model is loaded whether `--recipes` and `--artifact` name anything to run.
+
+    Args:
+        others: names that are no recipes and may be asked for too.
+
+    Raises:
+        FileNotFoundError: no such recipe file.
+        ValueError: neither was given, an unknown recipe, or two of one name.
+    """
+    names = [name for name in args.recipes if name != BASELINE]
+    if not names and not args.artifact:
+        raise ValueError("nothing to evaluate: give --recipes, such as oscar-reference,default, or --artifact.")
+    calibrate.get_recipes([name for name in names if name not in others])
+
+
 def requested_arms(
     args: argparse.Namespace, model: LoadedModel, *, length: int
 ) -> tuple[dict[str, TransformCodes | LayerCodes], dict[str, Any] | None]:
@@ -374,12 +398,10 @@ def requested_arms(
         length: tokens of the longest sequence that will be run.
 
     Raises:
-        ValueError: neither was given, or as `load_arms`, which also warns.
+        ValueError: as `load_arms`, which also warns, or `calibrate.calibrate`.
     """
     arms = load_arms(args.artifact, model, length=length)
     recipes = [name for name in args.recipes if name != BASELINE]
-    if not recipes and not arms:
-        raise ValueError("nothing to evaluate: give --recipes, such as oscar-reference,default, or --artifact.")
     if not recipes:
         return arms, None
     files = [args.calibrate_on] if args.calibrate_on else []
@@ -387,7 +409,8 @@ def requested_arms(
     fitted = calibrate.calibrate(
         model, source, recipes, sequence=args.calibration_sequence, max_position=args.max_position
     )
-    arms |= {name: codes for name, (codes, _) in fitted.items()}
+    for name, (codes, _) in fitted.items():
+        arms[_unused(name, arms)] = codes
     return arms, {"text": source.description, "text_sha256": source.sha256, "tokens": len(source.tokens)}
 
 

@@ -23,6 +23,7 @@ from oscar_jax.layer_codes import LayerCodes, history_bits
 from pallas_kernels.transform_code import TransformCodes
 
 FILE = artifact.PLAN_FILE
+PLAIN_BITS = history_bits(None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +55,14 @@ def _of_layers(codes: TransformCodes, layers: list[int]) -> TransformCodes:
     return jax.tree.map(lambda leaf: np.asarray(leaf)[layers], codes)
 
 
+def check_average(average_bits: float, least: float) -> None:
+    """Raises ValueError unless it is at least `least`, the bits of history in the smallest size, and at most plain."""
+    if not least <= average_bits <= PLAIN_BITS:
+        raise ValueError(
+            f"average_bits={average_bits:g}: expected {least:g} (the smallest size) to {PLAIN_BITS:g} (plain)."
+        )
+
+
 def choose(codes: Mapping[int, TransformCodes], costs: Mapping[int, Sequence[float]], average_bits: float) -> LayerPlan:
     """The plan of least summed cost at an average of bits.
 
@@ -66,11 +75,9 @@ def choose(codes: Mapping[int, TransformCodes], costs: Mapping[int, Sequence[flo
         ValueError: an average below that of the smallest size in all layers, or above the plain one.
     """
     head_dim = next(iter(codes.values())).head_dim
-    plain = history_bits(None)
-    bits = [round(2 * plain * head_dim), *(each.key.row_bits + each.value.row_bits for each in codes.values())]
-    least = min(bits) / (2 * head_dim)
-    if not least <= average_bits <= plain:
-        raise ValueError(f"average_bits={average_bits}: expected {least:g} (the smallest size) to {plain:g} (plain).")
+    rows = [each.key.row_bits + each.value.row_bits for each in codes.values()]
+    check_average(average_bits, min(rows) / (2 * head_dim))
+    bits = [round(2 * PLAIN_BITS * head_dim), *rows]
     layers = len(next(iter(costs.values())))
     errors = np.asarray([[0.0] * layers, *(costs[size] for size in codes)])
     chosen = allocate(errors, np.asarray(bits), int(average_bits * 2 * head_dim * layers))

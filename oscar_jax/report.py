@@ -35,6 +35,25 @@ def require_matplotlib(option: str) -> None:
         raise ValueError(f"{option} draws plots, and matplotlib is not installed; run pip install 'oscar-jax[plot]'.")
 
 
+def require_place(option: str, path: str | os.PathLike[str], *, folder: bool) -> None:
+    """Finds out whether a file or folder can be written before anything has run, and makes nothing.
+
+    Raises:
+        ValueError: a folder where a file is to be, a file where a folder is to be.
+        PermissionError: nothing can be written there.
+    """
+    wanted = Path(path).absolute()
+    place = next(each for each in (wanted, *wanted.parents) if each.exists())
+    if place == wanted and not folder:
+        if place.is_dir():
+            raise ValueError(f"{option} {path}: that is a folder; expected the name of a file.")
+        place = place.parent
+    if not place.is_dir():
+        raise ValueError(f"{option} {path}: {place} is a file; expected a folder, or a name for a new one.")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise PermissionError(f"{option} {path}: {place} is not writable; choose another place.")
+
+
 def kl_by_position(arms: Arms, *, title: str = "") -> Figure:
     """A line an arm: mean KL from the baseline over bins of positions, logarithmic."""
     figure, axes = new_figure()
@@ -180,7 +199,8 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
+    """Writes a file whole or not at all, in a folder that need not exist."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.write_text(text, encoding="utf-8", newline="")
     os.replace(temporary, path)
@@ -212,7 +232,6 @@ def write_evaluation(folder: Path, report: Mapping[str, Any], *, table: Sequence
     }
     if layered:
         files |= {"layers.csv": layers_csv(arms), "layer_errors.svg": drawn["Error by layer"]}
-    folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         write_text(folder / name, text)
     return [folder / name for name in files]
@@ -239,7 +258,6 @@ def write_retrieval(folder: Path, report: Mapping[str, Any], *, table: Sequence[
         **{f"{task}.svg": element for task, element in drawn.items()},
         "report.html": page(title, tables={"Beside the plain cache": table}, figures=drawn, report=report),
     }
-    folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         write_text(folder / name, text)
     return [folder / name for name in files]

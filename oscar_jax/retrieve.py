@@ -24,7 +24,7 @@ from tqdm import tqdm
 from calib import artifact
 from oscar_jax import calibrate, corpus, paired
 from oscar_jax import report as reports
-from oscar_jax.evaluate import BASELINE, CHUNK, PLAIN_DTYPE, requested_arms
+from oscar_jax.evaluate import BASELINE, CHUNK, PLAIN_DTYPE, check_request, requested_arms
 from oscar_jax.layer_codes import LayerCodes
 from oscar_jax.longcontext import WITHOUT_DEPTH, Haystack, Sample, make_sample
 from oscar_jax.models import LoadedModel, load
@@ -223,14 +223,17 @@ def rows(pairs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 def run(args: argparse.Namespace) -> int:
     """`oscar-jax retrieve`."""
     begin = time.perf_counter()
+    check_request(args)
     if args.out:
         reports.require_matplotlib("--out")
+        reports.require_place("--out", args.out, folder=True)
     model = load(args.model)
     if max(args.length) > model.config.max_position:
         raise ValueError(
             f"length={max(args.length)}: the model's context is {model.config.max_position}; use a shorter one."
         )
     tiers = Tiers(sink=args.sink, recent=args.recent)
+    cache_config(model.config, max_length=max(args.length), tiers=tiers, implementation=args.implementation)
     encode = calibrate.encoder(model)
     if args.haystack:
         text, source = corpus.read_text(args.haystack), str(args.haystack)

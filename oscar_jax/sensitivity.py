@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from calib import artifact
+from calib import artifact, fit
 from calib.recipes import get as get_recipe
 from oscar_jax import calibrate, corpus, evaluate, layer_plan, one_pass
 from oscar_jax.models import LoadedModel
@@ -65,11 +65,16 @@ def plan_layers(
     of_recipe = get_recipe(recipe)
     options = {"sequence": None, "bucket": calibrate.BUCKET, "max_position": None, "value_metric": "output"} | options
     progress = options.setdefault("progress", True)
+    dim = model.config.head_dim
+    slots = [round(size * dim / 8) * 8 for size in sizes]
+    # What cannot be met need not wait for a calibration.
+    for each in slots:
+        fit.slot_counts(of_recipe, dim, each)
+    # As `TransformCode.row_bits` will be.
+    scales = sum(16 * (1 + (side.kind == "minmax")) for side in (of_recipe.key, of_recipe.value))
+    layer_plan.check_average(average_bits, (4 * min(slots) + scales) / (2 * dim))
     measured = calibrate.measure(model, text, [of_recipe], **options)
-    codes = {}
-    for size in sizes:
-        slots = round(size * model.config.head_dim / 8) * 8
-        codes[slots] = measured.fit(of_recipe, slots=slots)
+    codes = {each: measured.fit(of_recipe, slots=each) for each in slots}
     window = text.tokens[None, : min(WINDOW, model.config.max_position)]
     costs = layer_costs(model, codes, window, progress=progress)
     plan = layer_plan.choose(codes, costs, average_bits)

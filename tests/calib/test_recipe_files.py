@@ -50,6 +50,11 @@ def test_a_file_can_stand_alone(write):
         ('name = "x"\nbase = "default"\n[key]\nsearch_bits = 1', "search_bits=1: expected true or false"),
         ('name = "x"\nbase = "default"\n[key]\nclip = "rank"', r"\[key\]: clip='rank' with kind='levels'"),
         ('name = "x"\nsummary = "s"\n[key]\nframe = "hadamard"', r"\[value\]: frame missing"),
+        ('name = "x"\nbase = "default"\n[value]\nstep = -1.1', r"\[value\]: step=-1.1: expected a number above 0"),
+        ('name = "x"\nbase = "default"\n[value]\ngain = 0', r"\[value\]: gain=0: expected a number above 0"),
+        ('name = "x"\nbase = "default"\n[key]\nridge = -1', r"\[key\]: ridge=-1: expected a number of at least 0"),
+        ('name = "x"\nbase = "default"\n[key]\nridge = nan', r"\[key\]: ridge=nan: expected a number of at least 0"),
+        ('name = "x"\nbase = "default"\n[key]\ndamping = -1', r"\[key\]: damping=-1: expected a number of at"),
     ],
 )
 def test_a_file_that_is_no_recipe_is_one_sentence(write, text, message):

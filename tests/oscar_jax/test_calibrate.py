@@ -253,3 +253,12 @@ def test_killing_calibrate_leaves_the_old_artifact_or_the_new_one(tiny, tiny_fol
         assert found.codes == written.codes
     subprocess.run(command, check=True)
     assert artifact.load(out)[1].codes == written.codes
+
+
+def test_two_recipes_of_one_name_are_refused(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.toml").write_text('name = "mine"\nbase = "default"\n')
+    files = [str(tmp_path / "a.toml"), str(tmp_path / "b.toml")]
+    assert [recipe.name for recipe in calibration.get_recipes(["naive", files[0]])] == ["naive", "mine"]
+    with pytest.raises(ValueError, match=r"a\.toml' and .*b\.toml' are both named 'mine'; rename one"):
+        calibration.get_recipes(files)

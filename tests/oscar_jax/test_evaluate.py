@@ -130,17 +130,42 @@ def test_the_command_runs_recipes_and_artifacts_side_by_side(tiny, tiny_folder, 
     windows = ["--sink", 8, "--recent", 32, "--json"]
     calibrated = ["--calibrate-on", tiny_text / "calibration.txt", "--calibration-tokens", 800]
     saved = ["--artifact", tmp_path / "saved", "--artifact", tmp_path / "saved"]
-    written = ["--csv", tmp_path / "arms.csv", "--out", tmp_path / "out"]
-    assert run("evaluate", *common, *windows, *calibrated, "--recipes", "bf16,hadamard", *saved, *written) == 0
+    written = ["--csv", tmp_path / "new" / "arms.csv", "--out", tmp_path / "out"]
+    assert run("evaluate", *common, *windows, *calibrated, "--recipes", "bf16,hadamard,default", *saved, *written) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert json.loads((tmp_path / "out" / "report.json").read_text()) == report
-    assert (tmp_path / "arms.csv").read_text() == (tmp_path / "out" / "arms.csv").read_text()
-    assert list(report["arms"]) == ["bf16", "default", "default-2", "hadamard"]
+    assert (tmp_path / "new" / "arms.csv").read_text() == (tmp_path / "out" / "arms.csv").read_text()
+    assert list(report["arms"]) == ["bf16", "default", "default-2", "hadamard", "default-3"]
     assert report["arms"]["default"]["kl_mean"] == report["arms"]["default-2"]["kl_mean"]
     assert run("evaluate", *common, *windows) == 2
     assert "nothing to evaluate" in capsys.readouterr().err
-    assert run("evaluate", *common[:-1], 50_000, *windows, "--recipes", "naive") == 2
+    assert run("evaluate", *common, *windows, "--recipes", "naive", "--offset", 50_000) == 2
     assert "are needed for one window" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sequence", 105], "windows of 105 tokens: with sink=8 and recent=32 expected at least 106"),
+        (["--sequence", 769], "the model's context is 768"),
+        (["--implementation", "cuda"], "implementation='cuda': expected one of"),
+        (["--recipes", "defalt"], "recipe 'defalt' is unknown; expected one of naive, "),
+        (["--recipes", "no.toml"], "recipe 'no.toml': no such file"),
+        (["--csv", "."], "--csv .: that is a folder"),
+        (["--out", __file__], f"--out {__file__}: {__file__} is a file"),
+        (["--out", f"{__file__}/out"], f"{__file__} is a file"),
+        (["--one-pass", "--layer-errors"], "--layer-errors is about the cache, and --one-pass has none"),
+        (["--one-pass", "--implementation", "xla"], "--implementation is about the cache"),
+    ],
+)
+def test_what_cannot_be_met_is_refused_before_anything_is_calibrated(
+    tiny_folder, tiny_text, monkeypatch, capsys, arguments, message
+):
+    monkeypatch.setattr(calibration, "calibrate", lambda *_, **__: pytest.fail("calibrated"))
+    common = ["--model", tiny_folder, "--text", tiny_text / "heldout.txt", "--tokens", 800, "--sequence", 400]
+    calibrated = ["--recipes", "naive", "--calibrate-on", tiny_text / "calibration.txt"]
+    assert run("evaluate", *common, *calibrated, "--sink", 8, "--recent", 32, *arguments) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_more_slots_go_to_the_layer_where_they_save_most(planned):
     assert manifest.recipe == "default"
 
 
-@pytest.mark.parametrize(("bits", "sizes"), [(3, [16, 16]), (3.9, [16, 16]), (5, [32, 32]), (9.5, [None, 16])])
+@pytest.mark.parametrize(("bits", "sizes"), [(3, [16, 16]), (3.9, [16, 16]), (5, [32, 32]), (10.5, [None, 32])])
 def test_the_average_is_kept(planned, bits, sizes):
     plan = layer_plan.choose(planned[0].codes, planned[0].costs, bits)
     assert sorted(plan.slots, key=str, reverse=True) == sorted(sizes, key=str, reverse=True)
@@ -65,6 +65,18 @@ def test_an_average_out_of_range_is_refused(planned):
     for bits in (2.9, 16.1):
         with pytest.raises(ValueError, match=r"average_bits=.*: expected 3 \(the smallest size\) to 16 \(plain\)"):
             layer_plan.choose(planned[0].codes, planned[0].costs, bits)
+
+
+def test_averages_and_sizes_out_of_range_are_refused_before_anything_is_measured(tiny, monkeypatch):
+    monkeypatch.setattr(calibration, "measure", lambda *_, **__: pytest.fail("measured"))
+    text = corpus.TokenText.of(np.arange(400) % 250, "any")
+    for recipe, least in (("default", "3"), ("oscar-head", "4")):
+        with pytest.raises(ValueError, match=rf"average_bits=2: expected {least} \(the smallest size\) to 16"):
+            sensitivity.plan_layers(tiny, text, recipe, 2.0, sizes=[1])
+    with pytest.raises(ValueError, match="slots=32 on the key side of recipe 'oscar-head': expected 16, the head size"):
+        sensitivity.plan_layers(tiny, text, "oscar-head", 5.0)
+    with pytest.raises(ValueError, match=r"slots=0 .* expected a multiple of 8 from 8 to 48; the nearest is 8"):
+        sensitivity.plan_layers(tiny, text, "default", 5.0, sizes=[0.1, 1])
 
 
 def sized(planned, *slots):
@@ -147,7 +159,7 @@ def test_pools_that_triton_kernels_cannot_address_are_divided(shuffled, monkeypa
 
     _, whole = sizes(config, codes)
     monkeypatch.setattr(history, "UNADDRESSED", range(whole[0] // 2 + 1, whole[0] + 1))
-    assert make_step(decoder, config, codes).codes is codes  # XLA reads any
+    assert isinstance(make_step(decoder, config, codes).codes, TransformCodes)  # XLA reads any
     monkeypatch.setattr(dispatch, "preferred", lambda implementation: "triton")
     step, halves = sizes(config, codes)
     assert isinstance(step.codes, LayerCodes)
@@ -156,7 +168,9 @@ def test_pools_that_triton_kernels_cannot_address_are_divided(shuffled, monkeypa
     _, ours = sizes(on_mesh, codes)  # a quarter of the pool on each device
     assert ours == [size // 4 for size in whole]
     monkeypatch.setattr(history, "UNADDRESSED", range(1, whole[0] + 1))
-    assert make_step(decoder, config, grouped).codes is grouped  # no number of groups would do
+    undivided = make_step(decoder, config, grouped).codes  # no number of groups would do
+    assert isinstance(undivided, LayerCodes)
+    assert undivided.group == grouped.group
 
     monkeypatch.undo()
     tokens = np.random.default_rng(0).integers(0, decoder.config.vocab_size, (2, 48))

@@ -110,3 +110,5 @@ def test_the_command(tiny, tiny_folder, tiny_text, codes, tmp_path, capsys):
     assert "length=900: the model's context is 768" in capsys.readouterr().err
     assert cli.main([str(each) for each in [*common, "--length", 600, "--tasks", "poem"]]) == 2
     assert "task 'poem' is unknown" in capsys.readouterr().err
+    assert cli.main([str(each) for each in [*common, "--length", 600, "--out", __file__]]) == 2
+    assert f"--out {__file__}: {__file__} is a file" in capsys.readouterr().err
