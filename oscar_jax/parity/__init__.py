@@ -131,7 +131,7 @@ def implementations() -> list[Implementation]:
         Implementation("xla", jax_side("xla_operations")),
         # Transforms queries in fp16 and reads slots with 16-bit fixed point, whatever the windows' dtype.
         Implementation("pallas-triton", jax_side("pallas_operations", "triton"), fp32="float16"),
-        Implementation("pallas-tpu", jax_side("pallas_operations", "tpu"), fp32="bfloat16"),
+        Implementation("pallas-tpu", jax_side("pallas_operations", "tpu")),
         Implementation("torch", torch_side("eager_operations")),
         Implementation("triton", torch_side("triton_operations")),
     ]
