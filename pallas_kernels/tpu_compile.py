@@ -33,7 +33,7 @@ ENVIRONMENT = {
 }
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 OPTIONS = ("softcap", "window", "sink-logits")
-LAYERS, BATCH, CONTEXT = 2, 2, 4096
+LAYERS, BATCH, CONTEXT = 32, 4, 4096
 POOL_BYTES = 2**28  # of slots a side: XLA moves small pools to VMEM whole, and then copies no pages from HBM
 ABORTED = "the worker ended"  # as it does where a check of libtpu fails
 MODULE = "pallas_kernels.tpu_compile"
@@ -65,7 +65,7 @@ class Outcome:
     argument_bytes: int = 0
     aliased_bytes: int = 0  # of arguments that outputs overwrite
     temporary_bytes: int = 0
-    padding: float = 1.0  # largest ratio of bytes that an operand of history takes to those it has
+    padding: float = 1.0  # largest ratio of bytes that an argument takes to those it has
     seconds: float = 0.0
 
     @property
@@ -221,17 +221,19 @@ def _call(case: Case) -> tuple[Callable, tuple[int, ...], tuple[Any, ...]]:
 
     from pallas_kernels.attention import AttentionSpec, PlainTiers
     from pallas_kernels.attention import tpu as attention
+    from pallas_kernels.attention.api import lane_heads
     from pallas_kernels.history import init_history
     from pallas_kernels.rope import Rotary
     from pallas_kernels.storage import storage_dtype
     from pallas_kernels.tiers import Tiers
-    from pallas_kernels.transform_code import TransformCodes
+    from pallas_kernels.transform_code import TransformCodes, flat
     from pallas_kernels.write import tpu as write
 
     tiers, dim, heads = Tiers(recent=case.recent, page=case.page), case.head_dim, case.kv_heads
     side = code_shapes("minmax" if case.recipe == "oscar-reference" else "levels", kv_heads=heads, head_dim=dim)
     buckets = case.recipe == "default"
     codes = TransformCodes(side, side, Rotary.standard(dim) if buckets else None, 2048 if buckets else None, "float16")
+    codes = jax.eval_shape(flat, codes)
     pages = CONTEXT // case.page
     pool = POOL_BYTES // (LAYERS * case.page * heads * dim // 4)
     history = jax.eval_shape(lambda: init_history(codes, pages=pool, page=case.page, tpu_heads=heads))
@@ -239,10 +241,9 @@ def _call(case: Case) -> tuple[Callable, tuple[int, ...], tuple[Any, ...]]:
     def array(*shape: int, dtype: Any = "int32") -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    ring = tiers.ring(case.q_len)
-    plain = PlainTiers(
-        *(array(LAYERS, BATCH, n, heads, dim, dtype=storage_dtype(case.dtype)) for n in (64, 64, ring, ring))
-    )
+    ring, row = tiers.ring(case.q_len), lane_heads(dim, heads)
+    rows = heads // row, row * dim
+    plain = PlainTiers(*(array(LAYERS, BATCH, n, *rows, dtype=storage_dtype(case.dtype)) for n in (64, 64, ring, ring)))
     k = array(BATCH, case.q_len, heads, dim, dtype=case.dtype)
     table = array(BATCH, pages)
     if case.operation == "demote":

@@ -27,6 +27,14 @@ def check(pool: SidePages, slots: int, page: int) -> None:
         raise NotImplementedError("the history was laid out for another implementation")
 
 
+def gathers_scales(kv_heads: int, page: int) -> bool:
+    """Whether XLA reads and writes scales, since it would lay out the whole pool anew for a kernel, in every call.
+
+    It does of pages, or numbers of heads, that do not fill tiles of 8 rows (of 2 or 4, the least there are) and lanes.
+    """
+    return page < LANES or not (kv_heads in (2, 4) or kv_heads % 8 == 0)
+
+
 def check_table(batch: int, entries: int) -> None:
     """Raises NotImplementedError for a page table that does not fit into a core's scalar memory."""
     if 4 * batch * entries > SCALAR_MEMORY:

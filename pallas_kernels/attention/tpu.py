@@ -95,8 +95,8 @@ class _Plan:
 
     @property
     def gathered(self) -> bool:
-        """Whether XLA gathers scales: of short pages or one head, whose pool it would lay out anew in every call."""
-        return self.together > 1 or self.kv_heads == 1
+        """Whether XLA gathers scales."""
+        return tpu_pages.gathers_scales(self.kv_heads, self.page)
 
     @property
     def bias(self) -> float:

@@ -72,7 +72,7 @@ def write(
     scalars = (jnp.asarray(layer, jnp.int32).reshape(1), first, end, table.reshape(-1))
     written = []
     for side, rows in zip((history.key, history.value), sides, strict=True):
-        if side.words or k.shape[2] == 1:  # whose scales attention has XLA gather too
+        if tpu_pages.gathers_scales(k.shape[2], tiers.page):
             side = _numbers_stored(side, rows, layer, pages, index % tiers.page)
             rows = rows._replace(scale=None, offset=None)
         written.append(_store(side, rows, scalars=scalars, index=index, page=tiers.page, interpret=interpret))

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from pallas_kernels import tpu_compile
+from pallas_kernels.history import LANES
 from pallas_kernels.tpu_compile import TOPOLOGIES, Case, Outcome, outcomes
 from tests.pallas_kernels import tpu_spec
 from tests.pallas_kernels.gpu_spec import all_pairs, pairs
@@ -22,7 +23,9 @@ def test_attention_and_writes_compile(chip):
     cases = tpu_spec.cases()[chip]
     for case, outcome in zip(cases, outcomes(chip, cases), strict=True):
         assert outcome.compiled, f"{case}: {outcome.refused or outcome.error}"
-        assert outcome.padding < 2, f"{case}: an operand takes {outcome.padding} times its bytes"
+        # One head of 64 numbers has no other beside it on the lanes.
+        most = 2 if case.kv_heads * case.head_dim < LANES else 1.99
+        assert outcome.padding <= most, f"{case}: an operand takes {outcome.padding} times its bytes"
         # Pools are written in place: one that an output did not take over would have to be copied.
         pools = 2 * tpu_compile.POOL_BYTES if case.operation == "demote" else 0
         assert outcome.aliased_bytes >= pools, case
@@ -37,6 +40,7 @@ def test_what_is_not_built_is_refused_and_not_compiled():
     assert "page=8: 16, 32, 64, 128 are built" in (refused.refused or "")
     assert compiled.compiled
     assert compiled.argument_bytes > 0
+    assert compiled.padding == 2  # sinks of a single head, which fill half of the lanes
 
 
 @needs_libtpu

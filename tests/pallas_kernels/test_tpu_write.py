@@ -75,7 +75,10 @@ def run(function, *arguments, **options):
 
 
 SIZES = [("levels", 128, 64, 1), ("min/max", 128, 64, 2), ("min/max", 64, 128, 2), ("levels", 16, 64, 2)]
-SLOW = [("min/max", 16, 128, 2), ("levels", 32, 256, 2), ("levels", 64, 64, 1), ("levels", 16, 128, 1)]
+SLOW = [
+    ("min/max", 16, 128, 2), ("levels", 32, 256, 2), ("levels", 64, 64, 1), ("levels", 16, 128, 1),
+    ("min/max", 128, 64, 3),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
