@@ -23,6 +23,7 @@ def run(args: argparse.Namespace) -> int:
     """`oscar-jax inspect ARTIFACT`; always 0, errors are raised."""
     if args.plots:
         report.require_matplotlib("--plots")
+        report.require_place("--plots", args.plots, folder=True)
     codes, manifest = artifact.load(args.artifact)
     found = summary(codes, manifest, tiers=Tiers())
     if args.plots:

@@ -140,6 +140,8 @@ def test_plots_are_written_with_a_page(stored, tmp_path, capsys):
     page = (tmp_path / "plots" / "inspect.html").read_text()
     assert page.count("<svg") == len(names) - 1
     assert "<script" not in page
+    assert cli.main(["inspect", stored, "--plots", __file__]) == 2
+    assert f"--plots {__file__}: {__file__} is a file; expected a folder" in capsys.readouterr().err
 
 
 def test_a_missing_artifact_is_one_sentence(tmp_path, capsys):
