@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 DATA, TENSOR = "data", "tensor"
 CODES = PartitionSpec(None, TENSOR)  # of [L, K, ..]
 HEADS = PartitionSpec(DATA, None, TENSOR)  # of q, k, v [B, T, heads, D]
-PLAIN = PartitionSpec(None, DATA, None, TENSOR)  # of sinks and rings [L, B, tokens, K, D]
+PLAIN = PartitionSpec(None, DATA, None, TENSOR)  # of sinks and rings [L, B, tokens, K, D] or [L, B, tokens, K/h, h D]
 HISTORY = PartitionSpec(None, DATA, TENSOR)  # of [L, P, K, ..]
 ROWS = PartitionSpec(DATA)  # of [B, ..]
 EVERYWHERE = PartitionSpec()
