@@ -58,14 +58,15 @@ def choose(logits: jax.Array, settings: Sequence[Sampling], indices: ArrayLike) 
     if len(settings) != logits.shape[0]:
         raise ValueError(f"settings for {len(settings)} sequences: expected {logits.shape[0]}, one a row of logits.")
     if all(setting.temperature == 0 for setting in settings):
-        return _greedy(logits)
+        return greedy(logits)
     fields = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "seed": np.uint32}
     columns = [np.asarray([getattr(setting, name) for setting in settings], dtype) for name, dtype in fields.items()]
     return _draw(logits, *columns, jnp.asarray(indices, jnp.uint32))
 
 
 @jax.jit
-def _greedy(logits: jax.Array) -> jax.Array:
+def greedy(logits: jax.Array) -> jax.Array:
+    """The most likely token of each row, int32 `[B]`; of equal ones the first."""
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 

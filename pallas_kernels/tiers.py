@@ -47,12 +47,10 @@ class Tiers:
         """First plain position after the history that a query at `position` sees; -1 means nothing is stored yet."""
         excess = position + 1 - self.sink - self.recent
         excess = excess * (excess > 0)
-        if isinstance(
-            excess, jax.Array
-        ):  # never negative: truncation is the floor, and `//` would be twenty operations
-            whole = jax.lax.div(excess, jnp.full_like(excess, self.group))
-        else:
+        if isinstance(excess, int) or not isinstance(excess, jax.Array):  # the second takes a microsecond
             whole = excess // self.group
+        else:  # never negative: truncation is the floor, and `//` would be twenty operations
+            whole = jax.lax.div(excess, jnp.full_like(excess, self.group))
         return self.sink + self.group * whole
 
     def demoted(self, starts: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -20,7 +20,7 @@ from oscar_jax.cache import CacheConfig, KVCache, begin_step
 from oscar_jax.engine.scheduler import DeviceCall, Shapes
 from oscar_jax.layer_codes import LayerCodes
 from oscar_jax.models.decoder import Decoder
-from oscar_jax.sampling import Sampling, choose
+from oscar_jax.sampling import Sampling, choose, greedy
 from oscar_jax.sharding import HISTORY, PLAIN, ROWS
 from oscar_jax.step import make_step
 from pallas_kernels.attention import PlainTiers
@@ -79,6 +79,8 @@ class JaxExecutor:
             lambda x: jnp.zeros((x.shape[0], slots, *x.shape[2:]), x.dtype, device=place), cache.plain
         )
         self._decoder, self._codes = step.decoder, step.codes
+        self._pages: list[list[int]] = [[] for _ in range(config.batch)]  # of each row, as `_tables` has them
+        self._tables = np.full((config.batch, config.sequence_pages), -1, np.int32)
 
     def restore(self, row: int, slot: int) -> None:
         to, of = self._places_of(row, row % self.shapes.rows, slot)
@@ -94,7 +96,7 @@ class JaxExecutor:
 
     def run(self, call: DeviceCall) -> list[list[int]]:
         places = self._places(call)
-        return self._choose(call, places, self._logits(call, places))
+        return self._choose(call, places, *self._logits(call, places))
 
     def warm_up(self) -> None:
         """Compiles everything, without a trace in what is stored; call it while no request runs."""
@@ -104,9 +106,8 @@ class JaxExecutor:
         if self.history is not None:
             self.copy_page(0, 0, 0)
         for batch, width, every in self.shapes.calls():
-            logits = self._logits(DeviceCall([], batch, width, every), [])
-            for sampling in (GREEDY, WARM):
-                choose(logits, [sampling] * len(logits), np.zeros(len(logits), np.int64))
+            logits, _ = self._logits(DeviceCall([], batch, width, every), [])
+            choose(logits, [WARM] * len(logits), np.zeros(len(logits), np.int64))
 
     @property
     def bytes(self) -> int:
@@ -120,22 +121,31 @@ class JaxExecutor:
         to[part], of[part] = target, source
         return to, of
 
-    def _logits(self, call: DeviceCall, places: list[int]) -> jax.Array:
-        batch = call.batch * self.config.data_parts
-        tokens = np.zeros((batch, call.width), np.int32)
-        counts, starts = np.zeros(batch, np.int32), np.zeros(batch, np.int32)
-        table = np.full((batch, self.config.sequence_pages), -1, np.int32)
-        rows = np.full(batch, NOWHERE)  # padding is dropped
-        for place, row in zip(places, call.rows, strict=True):
-            tokens[place, : len(row.tokens)] = row.tokens
-            counts[place], starts[place] = len(row.tokens), row.start
-            table[place, : len(row.pages)] = row.pages
-            rows[place] = row.row % self.shapes.rows
-        logits, self.plain, self.history = _feed(
-            self._decoder, self._codes, self.plain, self.history, tokens, counts, starts, table, rows,
+    def _logits(self, call: DeviceCall, places: list[int]) -> tuple[jax.Array, jax.Array]:
+        """Logits and the most likely tokens of a call."""
+        # Columns: tokens, their count, tokens stored before, row of the part, pages; one transfer for all of them.
+        host = np.zeros((call.batch * self.config.data_parts, call.width + 3 + self.config.sequence_pages), np.int32)
+        tokens, numbers, table = np.split(host, (call.width, call.width + 3), axis=1)
+        numbers[:, 2], table[...] = NOWHERE, -1  # padding is dropped
+        if call.rows:
+            for place, row in zip(places, call.rows, strict=True):
+                tokens[place, : len(row.tokens)] = row.tokens
+            numbers[places] = [(len(row.tokens), row.start, row.row % self.shapes.rows) for row in call.rows]
+            table[places] = self._table([(row.row, row.pages) for row in call.rows])
+        logits, likeliest, self.plain, self.history = _feed(
+            self._decoder, self._codes, self.plain, self.history, host,
             config=self.config, every=call.every, whole=call.batch == self.shapes.rows,
         )  # fmt: skip
-        return logits
+        return logits, likeliest
+
+    def _table(self, pages: list[tuple[int, list[int]]]) -> np.ndarray:
+        """Page ids of some rows, padded. Few rows change from step to step, and to compare them is cheap."""
+        for row, ids in pages:
+            if self._pages[row] != ids:
+                self._pages[row] = ids
+                self._tables[row] = -1
+                self._tables[row, : len(ids)] = ids
+        return self._tables[[row for row, _ in pages]]
 
     def _places(self, call: DeviceCall) -> list[int]:
         """Where in the call each row stands: a call of all rows has them in their order."""
@@ -148,7 +158,7 @@ class JaxExecutor:
             used[part] += 1
         return places
 
-    def _choose(self, call: DeviceCall, places: list[int], logits: jax.Array) -> list[list[int]]:
+    def _choose(self, call: DeviceCall, places: list[int], logits: jax.Array, likeliest: jax.Array) -> list[list[int]]:
         if not any(row.draws for row in call.rows):
             return [[] for _ in call.rows]
         width = call.width if call.every else 1
@@ -160,7 +170,8 @@ class JaxExecutor:
             settings[span] = [row.sampling or GREEDY] * row.draws  # type: ignore[list-item]
             indices[span] = row.index + np.arange(row.draws)
             spans.append(span)
-        chosen = sharding.on_host(choose(logits, settings, indices))
+        drawn = any(sampling.temperature for sampling in settings)
+        chosen = sharding.on_host(choose(logits, settings, indices) if drawn else likeliest)
         return [chosen[span].tolist() for span in spans]
 
 
@@ -190,17 +201,17 @@ def _feed(
     codes: TransformCodes | LayerCodes | None,
     plain: PlainTiers,
     history: History | None,
-    tokens: jax.Array,
-    counts: jax.Array,
-    starts: jax.Array,
-    table: jax.Array,
-    rows: jax.Array,
+    host: jax.Array,
     *,
     config: CacheConfig,
     every: bool,
     whole: bool,
-) -> tuple[jax.Array, PlainTiers, History | None]:
-    """Logits `[b, V]` after each row's last token, or `[b T, V]` after every one, and the new tiers."""
+) -> tuple[jax.Array, jax.Array, PlainTiers, History | None]:
+    """Logits `[b, V]` after each row's last token, or `[b T, V]` after every one, their greedy choice, the new tiers.
+
+    Args:
+        host: int32 `[b, T + 3 + pages of a sequence]`, what the host sends: see `JaxExecutor._logits`.
+    """
 
     def take(plain: PlainTiers, rows: jax.Array) -> PlainTiers:
         return jax.tree.map(lambda x: jnp.take(x, rows, axis=1, mode="clip"), plain)
@@ -208,13 +219,16 @@ def _feed(
     def put(plain: PlainTiers, part: PlainTiers, rows: jax.Array) -> PlainTiers:
         return jax.tree.map(lambda x, new: x.at[:, rows].set(new, mode="drop"), plain, part)
 
-    tokens, counts, starts = sharding.constrained(config.mesh, (tokens, counts, starts), ROWS)
+    host = sharding.constrained(config.mesh, host, ROWS)
+    width = host.shape[1] - 3 - config.sequence_pages
+    tokens, table = host[:, :width], host[:, width + 3 :]
+    counts, starts, rows = (host[:, width + place] for place in range(3))
     part = plain
     if not whole:
         part = sharding.on_mesh(config.mesh, take, inputs=(PLAIN, ROWS), outputs=PLAIN)(plain, rows)
     cache = KVCache(part, history, table, starts)
-    cache, attend = begin_step(cache, config, codes, counts, tokens=tokens.shape[1])
-    positions = starts[:, None] + jnp.arange(tokens.shape[1])
+    cache, attend = begin_step(cache, config, codes, counts, tokens=width)
+    positions = starts[:, None] + jnp.arange(width)
     hidden, cache, _ = decoder(tokens, positions, attend, cache, unroll=config.unroll_layers)
     if every:
         hidden = hidden.reshape(-1, hidden.shape[-1])
@@ -224,8 +238,10 @@ def _feed(
     part = cache.plain
     if not whole:
         part = sharding.on_mesh(config.mesh, put, inputs=(PLAIN, PLAIN, ROWS), outputs=PLAIN)(plain, part, rows)
+    logits = decoder.logits(hidden)
     return (
-        decoder.logits(hidden),
+        logits,
+        greedy(logits),
         sharding.constrained(config.mesh, part, PLAIN),
         sharding.constrained(config.mesh, cache.history, HISTORY),
     )

@@ -62,13 +62,14 @@ class Request:
         if not all(self.stop_sequences):
             raise ValueError("stop_sequences has an empty one: expected at least one token in each.")
 
-    def finish(self, generated: Sequence[int]) -> Finish | None:
-        """Why it ends with the last of these tokens, or None if it goes on."""
-        if generated[-1] in self.stop_tokens:
+    def finish(self, tokens: Sequence[int], start: int = 0) -> Finish | None:
+        """Why it ends with the last of these tokens, or None if it goes on; new tokens are those from `start` on."""
+        if tokens[-1] in self.stop_tokens:
             return "stop"
-        if any(tuple(generated[-len(stop) :]) == stop for stop in self.stop_sequences):
+        new = len(tokens) - start
+        if any(len(stop) <= new and tuple(tokens[-len(stop) :]) == stop for stop in self.stop_sequences):
             return "stop"
-        return "length" if len(generated) >= self.max_tokens else None
+        return "length" if new >= self.max_tokens else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +97,8 @@ class Progress:
         tokens: prompt and generated tokens, of which the allocator says how many are stored.
         drafter: guesses the next tokens, or None.
         row: of the device's batch, None while it waits.
-        sequence: the allocator's id, while it has a row.
+        part: of the device, while it has a row.
+        sequence: the id of the part's allocator, while it has a row.
         kept: length at which its tokens were last kept.
     """
 
@@ -106,10 +108,6 @@ class Progress:
     tokens: list[int]
     drafter: Any = None
     row: int | None = None
+    part: int = -1
     sequence: int = -1
     kept: int = 0
-
-    @property
-    def generated(self) -> list[int]:
-        """Tokens after the prompt."""
-        return self.tokens[len(self.request.prompt) :]

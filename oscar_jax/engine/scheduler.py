@@ -21,6 +21,7 @@ from typing import Protocol
 
 from oscar_jax.engine.allocator import Allocator
 from oscar_jax.engine.drafts import Drafter
+from oscar_jax.engine.pool import OutOfPages
 from oscar_jax.engine.request import Output, Progress, Request
 
 
@@ -267,7 +268,8 @@ class Scheduler:
                 return
             heapq.heappop(self._waiting)
             begun = self._allocators[part].begin(progress.tokens)
-            progress.row, progress.sequence, progress.kept = heapq.heappop(self._free_rows[part]), begun.sequence, 0
+            progress.row, progress.part = heapq.heappop(self._free_rows[part]), part
+            progress.sequence, progress.kept = begun.sequence, 0
             self._running[progress.id] = progress
             if begun.tail is not None:
                 progress.kept = begun.length
@@ -286,18 +288,12 @@ class Scheduler:
         """Pages that a part's requests need for the tokens they have, at least one each: they would soon preempt."""
         if not self._allocators[part].pool.size:  # a plain cache
             return 0
+        allocator = self._allocators[part]
         return sum(
-            max(1, self._of(other).needed(other.sequence, len(other.tokens) - self._of(other).length(other.sequence)))
+            max(1, allocator.needed(other.sequence, len(other.tokens) - allocator.length(other.sequence)))
             for other in self._running.values()
-            if self._part(other) == part
+            if other.part == part
         )
-
-    def _part(self, progress: Progress) -> int:
-        assert progress.row is not None
-        return progress.row // self._shapes.rows
-
-    def _of(self, progress: Progress) -> Allocator:
-        return self._allocators[self._part(progress)]
 
     def _plan(self) -> list[tuple[DeviceCall, list[Progress]]]:
         """The calls of this step; their tokens have pages already."""
@@ -307,17 +303,14 @@ class Scheduler:
         for progress in sorted(self._running.values(), key=lambda progress: progress.priority):
             if progress.id not in self._running:  # preempted by one before it
                 continue
-            stored = self._of(progress).length(progress.sequence)
+            part = progress.part
+            stored = self._allocators[part].length(progress.sequence)
             decodes = len(progress.tokens) - stored == 1
-            part = self._part(progress)
             if not decodes and prefills[part] == self._shapes.prefill_batches[-1]:
                 continue
             tokens = self._next_tokens(progress, stored, decodes)
-            if not self._make_room(progress, len(tokens)):
+            if not self._grow(progress, tokens):
                 continue
-            assert progress.row is not None  # it still runs
-            for source, target in self._allocators[part].grow(progress.sequence, tokens):
-                self._executor.copy_page(progress.row, source, target)
             (decode if decodes else prefill).append((progress, self._row_call(progress, stored, tokens)))
             prefills[part] += not decodes
         calls = []
@@ -343,16 +336,23 @@ class Scheduler:
         self.counts.drafted += len(drafts)
         return progress.tokens[stored:] + drafts
 
-    def _make_room(self, progress: Progress, count: int) -> bool:
-        """Preempts until the pages for more tokens are there; False if the request itself had to go."""
-        allocator, part = self._of(progress), self._part(progress)
-        while allocator.needed(progress.sequence, count) > allocator.available:
-            running = (other for other in self._running.values() if self._part(other) == part)
-            victim = max(running, key=lambda other: other.priority)
-            self._preempt(victim)
-            if victim is progress:
-                return False
-        return True
+    def _grow(self, progress: Progress, tokens: list[int]) -> bool:
+        """Preempts until more tokens have their pages; False if the request itself had to go."""
+        allocator = self._allocators[progress.part]
+        while True:
+            assert progress.row is not None  # it still runs
+            try:
+                copies = allocator.grow(progress.sequence, tokens)
+            except OutOfPages:
+                running = (other for other in self._running.values() if other.part == progress.part)
+                victim = max(running, key=lambda other: other.priority)
+                self._preempt(victim)
+                if victim is progress:
+                    return False
+                continue
+            for source, target in copies:
+                self._executor.copy_page(progress.row, source, target)
+            return True
 
     def _preempt(self, progress: Progress) -> None:
         self._keep(progress)
@@ -362,15 +362,16 @@ class Scheduler:
 
     def _leave(self, progress: Progress) -> None:
         assert progress.row is not None
-        self._of(progress).end(progress.sequence)
-        heapq.heappush(self._free_rows[self._part(progress)], progress.row)
-        progress.row, progress.sequence = None, -1
+        self._allocators[progress.part].end(progress.sequence)
+        heapq.heappush(self._free_rows[progress.part], progress.row)
+        progress.row, progress.part, progress.sequence = None, -1, -1
         del self._running[progress.id]
 
     def _keep(self, progress: Progress) -> None:
         assert progress.row is not None
-        progress.kept = self._of(progress).length(progress.sequence)
-        slot = self._of(progress).keep(progress.sequence)
+        allocator = self._allocators[progress.part]
+        progress.kept = allocator.length(progress.sequence)
+        slot = allocator.keep(progress.sequence)
         if slot is not None:
             self._executor.keep(progress.row, slot)
 
@@ -381,7 +382,7 @@ class Scheduler:
             row=progress.row,
             start=stored,
             tokens=tokens,
-            pages=self._of(progress).pages(progress.sequence),
+            pages=self._allocators[progress.part].pages(progress.sequence),
             draws=max(0, len(tokens) - left + 1),
             index=len(progress.tokens) - prompt,
             sampling=progress.request.sampling,
@@ -390,13 +391,13 @@ class Scheduler:
     def _call(
         self, parts: list[tuple[Progress, RowCall]], batches: Sequence[int], width: int, *, every: bool
     ) -> tuple[DeviceCall, list[Progress]]:
-        most = max(Counter(self._part(progress) for progress, _ in parts).values())
+        most = max(Counter(progress.part for progress, _ in parts).values())
         call = DeviceCall([row for _, row in parts], _fitting(batches, most), width, every)
         return call, [progress for progress, _ in parts]
 
     def _store(self, progress: Progress, drawn: list[int]) -> list[Output]:
         """Takes the right ones of the drawn tokens, takes the wrong drafts back, and keeps what is to be kept."""
-        allocator, sequence, length = self._of(progress), progress.sequence, len(progress.tokens)
+        allocator, sequence, length = self._allocators[progress.part], progress.sequence, len(progress.tokens)
         new: list[int] = []
         finish = None
         if drawn:
@@ -404,11 +405,12 @@ class Scheduler:
             for place, token in enumerate(drawn):
                 new.append(token)
                 progress.tokens.append(token)
-                finish = progress.request.finish(progress.generated)
+                finish = progress.request.finish(progress.tokens, len(progress.request.prompt))
                 if finish or fed[place : place + 1] != [token]:
                     break
-            allocator.take_back(sequence, len(fed) - (len(new) - 1))
-            self.counts.drafts_accepted += len(new) - 1
+            if fed:
+                allocator.take_back(sequence, len(fed) - (len(new) - 1))
+                self.counts.drafts_accepted += len(new) - 1
         stored = allocator.length(sequence)
         prompt_ends = stored == len(progress.request.prompt)
         if finish or prompt_ends or stored // self._tail_every > progress.kept // self._tail_every:
