@@ -61,7 +61,8 @@ def uniform(spectrum: jax.Array, slots: int) -> jax.Array:
     """Bits int32 `[..., D]`: two for the leading `slots` coordinates, or as many for all as a multiple of D gives."""
     dim = spectrum.shape[-1]
     bits = np.where(np.arange(dim) < slots, 2 * max(1, slots // dim), 0)
-    return jnp.broadcast_to(jnp.asarray(bits, jnp.int32), spectrum.shape)
+    # Behind the barrier XLA sees no constant: folding `class_runs` of one for all heads takes it seconds.
+    return jax.lax.optimization_barrier(jnp.broadcast_to(jnp.asarray(bits, jnp.int32), spectrum.shape))
 
 
 def class_runs(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
