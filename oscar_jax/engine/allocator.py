@@ -179,6 +179,9 @@ class Allocator:
         """
         state, tokens = self._get(sequence), token_ids("tokens", tokens)
         needed, copied = self._needed(state, len(tokens))
+        if not needed:
+            state.tokens += tokens
+            return []
         if needed > self.available:
             raise OutOfPages(
                 f"sequence {sequence}: {len(tokens)} more tokens need {needed} pages, expected at most the "

@@ -17,7 +17,7 @@ import heapq
 import numbers
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from oscar_jax.engine.allocator import Allocator
 from oscar_jax.engine.drafts import Drafter
@@ -74,8 +74,7 @@ class Shapes:
         return decode + [(batch, chunk, False) for batch in self.prefill_batches for chunk in self.chunks]
 
 
-@dataclasses.dataclass(frozen=True)
-class RowCall:
+class RowCall(NamedTuple):
     """One row's part of a device call.
 
     Attributes:
