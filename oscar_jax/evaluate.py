@@ -262,7 +262,7 @@ def evaluate(
         )
     windows = text.tokens[: count * body].reshape(count, body)
     windows = np.concatenate([np.tile(np.asarray(start, np.int32), (count, 1)), windows], axis=1)
-    begin = time.perf_counter()
+    begin, chunk = time.perf_counter(), min(chunk, sequence)
     coded = {name: arm for name, arm in arms.items() if not isinstance(arm, one_pass.OnePassArm)}
     single = {name: arm for name, arm in arms.items() if isinstance(arm, one_pass.OnePassArm)}
     options: dict[str, Any] = {"tiers": tiers, "chunk": chunk, "progress": progress}

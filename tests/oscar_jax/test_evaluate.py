@@ -83,8 +83,9 @@ def test_bytes_are_those_of_the_arrays(tiny, arms, scores):
 
 
 def test_the_report_repeats_from_its_fields(tiny, arms, heldout):
-    report = evaluate.evaluate(tiny, arms, heldout, sequence=400, tiers=TIERS, progress=False)
+    report = evaluate.evaluate(tiny, arms, heldout, sequence=400, tiers=TIERS, chunk=4096, progress=False)
     assert (report["windows"], report["tokens"], report["positions"]) == (2, 800, [104, 398])
+    assert report["chunk"] == 400
     wanted = {"kl_mean", "kl_p99", "ppl", "dppl_percent", "top1", "cache_bytes", "bits_per_element"}
     for arm in report["arms"].values():
         assert wanted <= arm.keys()
