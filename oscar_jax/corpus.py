@@ -231,12 +231,15 @@ def heldout_text(
       wiki_path: the summaries' file if not in the cache.
 
     Raises:
-      ValueError: `tokens` below 1, `offset` below 0, fewer than `minimum` tokens, or a file that is empty or not UTF-8.
+      ValueError: `tokens` below 1 or `minimum`, `offset` below 0, a text with fewer than `minimum` tokens, or a file
+        that is empty or not UTF-8.
       FileNotFoundError: the file is missing.
     """
     _check_budget(tokens)
     if offset < 0:
         raise ValueError(f"offset: got {offset}, expected 0 or more tokens")
+    if tokens < minimum:
+        raise ValueError(f"tokens: got {tokens}, {minimum} are needed for one window; give more, or a shorter window")
     if file is not None:
         label, ids = str(file), encode_span(read_text(file), encode, offset=offset, tokens=tokens)
     else:

@@ -169,6 +169,8 @@ def test_fault_text_shorter_than_one_window(tmp_path):
     path.write_text("short")
     with pytest.raises(ValueError, match=r"has 5 tokens from token 0 on, 2048 are needed for one window"):
         corpus.heldout_text(encode, 4096, file=path, minimum=2048)
+    with pytest.raises(ValueError, match="tokens: got 100, 2048 are needed for one window; give more"):
+        corpus.heldout_text(encode, 100, file=path, minimum=2048)
 
 
 @pytest.mark.parametrize(("tokens", "offset", "word"), [(0, 0, "tokens"), (-1, 0, "tokens"), (1, -1, "offset")])
