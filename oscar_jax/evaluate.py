@@ -363,13 +363,13 @@ def run(args: argparse.Namespace) -> int:
     )
     found["calibration"] = calibration
     print(table(found["arms"]), file=sys.stderr if args.json else sys.stdout)
+    if args.json:  # before files: a full disk must not cost the run
+        print(json.dumps(found))
     if args.csv:
         reports.write_text(Path(args.csv), reports.arms_csv(found["arms"]))
     if args.out:
         files = reports.write_evaluation(Path(args.out), found, table=rows(found["arms"]))
         print(f"wrote {', '.join(map(str, files))}", file=sys.stderr)
-    if args.json:
-        print(json.dumps(found))
     return 0
 
 
@@ -398,7 +398,10 @@ def requested_arms(
         length: tokens of the longest sequence that will be run.
 
     Raises:
-        ValueError: as `load_arms`, which also warns, or `calibrate.calibrate`.
+        ValueError: as `load_arms` or `calibrate.calibrate`.
+
+    Warns:
+        BeyondCalibrationWarning: a code is for shorter sequences (`limits.warn_beyond`).
     """
     arms = load_arms(args.artifact, model, length=length)
     recipes = [name for name in args.recipes if name != BASELINE]
@@ -409,7 +412,8 @@ def requested_arms(
     fitted = calibrate.calibrate(
         model, source, recipes, sequence=args.calibration_sequence, max_position=args.max_position
     )
-    for name, (codes, _) in fitted.items():
+    for name, (codes, manifest) in fitted.items():
+        warn_beyond(manifest, length, what=f"recipe {name!r}: sequences of {length} tokens are")
         arms[_unused(name, arms)] = codes
     return arms, {"text": source.description, "text_sha256": source.sha256, "tokens": len(source.tokens)}
 

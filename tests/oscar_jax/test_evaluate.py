@@ -185,6 +185,22 @@ def test_sequences_beyond_an_artifact_are_warned_of(tiny, arms, tmp_path, limit,
         evaluate.load_arms(paths, tiny, length=257)
 
 
+@pytest.mark.parametrize(
+    ("limit", "length", "message"),
+    [
+        (["--max-position", 256], 256, "recipe 'default': sequences of 257 tokens are more than the 256 positions"),
+        (["--calibration-sequence", 128], 512, r"of 513 tokens are more than 4 times the 128 of.*with sequence=129"),
+    ],
+)
+def test_sequences_beyond_what_a_recipe_was_calibrated_on_are_warned_of(tiny, tiny_text, limit, length, message):
+    arguments = ["evaluate", "--recipes", "default", "--calibrate-on", tiny_text / "calibration.txt"]
+    arguments += ["--calibration-tokens", 800, *limit]
+    parsed = cli.parser().parse_args([str(each) for each in arguments])
+    assert list(evaluate.requested_arms(parsed, tiny, length=length)[0]) == ["default"]
+    with pytest.warns(BeyondCalibrationWarning, match=message):
+        evaluate.requested_arms(parsed, tiny, length=length + 1)
+
+
 def test_an_artifact_of_another_model_is_refused(tiny_folder, tiny_text, arms, tiny, tmp_path, capsys):
     from tests import tiny_model
 
