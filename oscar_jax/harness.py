@@ -164,6 +164,8 @@ def rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
 def run(args: argparse.Namespace) -> int:
     """`oscar-jax lm-eval`."""
     begin = time.perf_counter()
+    if args.out:
+        reports.require_place("--out", args.out, folder=False)
     require_lm_eval()
     model = load(args.model)
     max_length = args.max_length or model.config.max_position
@@ -186,8 +188,8 @@ def run(args: argparse.Namespace) -> int:
     found |= {"model": model.identity.model_id, "settings": settings, "seconds": time.perf_counter() - begin}
     found["versions"] = artifact.package_versions()
     print(reports.aligned(rows(found)), file=sys.stderr if args.json else sys.stdout)
+    if args.json:  # before files: a full disk must not cost the run
+        print(json.dumps(found))
     if args.out:
         reports.write_text(Path(args.out), json.dumps(found, indent=1) + "\n")
-    if args.json:
-        print(json.dumps(found))
     return 0

@@ -5,6 +5,7 @@ matplotlib is the optional `plot` extra; it is imported only by what draws.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import html
 import importlib.util
@@ -202,8 +203,13 @@ def write_text(path: Path, text: str) -> None:
     """Writes a file whole or not at all, in a folder that need not exist."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8", newline="")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text, encoding="utf-8", newline="")
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the first error is the one to tell of
+            temporary.unlink()
+        raise
 
 
 def write_evaluation(folder: Path, report: Mapping[str, Any], *, table: Sequence[Sequence[str]]) -> list[Path]:

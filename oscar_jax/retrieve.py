@@ -263,9 +263,9 @@ def run(args: argparse.Namespace) -> int:
         "versions": artifact.package_versions(),
     }
     print(reports.aligned(rows(found["pairs"])), file=sys.stderr if args.json else sys.stdout)
+    if args.json:  # before files: a full disk must not cost the run
+        print(json.dumps(found))
     if args.out:
         files = reports.write_retrieval(Path(args.out), found, table=rows(found["pairs"]))
         print(f"wrote {', '.join(map(str, files))}", file=sys.stderr)
-    if args.json:
-        print(json.dumps(found))
     return 0

@@ -1,5 +1,7 @@
-"""The command `lm-eval` on task files of our own, offline; needs the package lm-eval, which CI does not install."""
+"""The command `lm-eval` on task files of our own, offline; running them needs lm-eval, which CI does not install."""
 
+import errno
+import importlib.util
 import json
 import math
 import subprocess
@@ -9,12 +11,10 @@ import pytest
 
 from calib import artifact
 from oscar_jax import calibrate as calibration
-from oscar_jax import corpus
-
-pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'oscar-jax[lm-eval]'")
+from oscar_jax import cli, corpus, harness
+from oscar_jax import report as reports
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::calib.fit.ThinStatisticsWarning"),
     pytest.mark.filterwarnings("ignore::calib.fit.BucketCoverageWarning"),
 ]
@@ -49,6 +49,10 @@ metric_list: [{metric: byte_perplexity, aggregation: weighted_perplexity, higher
 }
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed: pip install 'oscar-jax[lm-eval]'"
+)
 def test_both_arms_answer_all_kinds_of_tasks(tiny, tiny_folder, tiny_text, tmp_path):
     """In a process of its own: the harness and what it imports warn of their own future."""
     docs = [{"q": "some prompt " * (3 + n), "a": "x", "choices": ["x", " yes", "no"]} for n in range(4)]
@@ -84,3 +88,31 @@ def test_both_arms_answer_all_kinds_of_tasks(tiny, tiny_folder, tiny_text, tmp_p
     arms = found["tasks"]["stub_rolling"]["byte_perplexity,none"]
     bits = [math.log(arms[name]["mean"]) for name in ("default", "bf16")]
     assert bits[0] == pytest.approx(bits[1], rel=0.03)
+
+
+_COMMAND = ["lm-eval", "--model", "no-such", "--artifact", "no-such", "--tasks", "x", "--json", "--out"]
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [(".", "--out .: that is a folder"), (f"{__file__}/x.json", f"{__file__} is a file; expected a folder")],
+)
+def test_a_place_that_cannot_be_written_is_refused_before_anything_runs(monkeypatch, capsys, out, message):
+    monkeypatch.setattr(harness, "load", lambda name: pytest.fail("loaded"))
+    assert cli.main([*_COMMAND, out]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_is_printed_nevertheless(tiny, tmp_path, monkeypatch, capsys):
+    def full(path, text):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(harness, "require_lm_eval", lambda: None)
+    monkeypatch.setattr(harness, "load", lambda name: tiny)
+    monkeypatch.setattr(harness, "load_arms", lambda *_, **__: {})
+    monkeypatch.setattr(harness, "compare", lambda *_, **__: {"tasks": {}, "answers": {}})
+    monkeypatch.setattr(reports, "write_text", full)
+    assert cli.main([*_COMMAND, str(tmp_path / "report.json")]) != 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out.splitlines()[-1])["settings"]["max_tokens"] > 0
+    assert "No space left on device" in printed.err

@@ -115,6 +115,15 @@ def test_files_are_replaced_whole(tmp_path, name):
     assert (tmp_path / name).read_text() == "new\n"
 
 
+@pytest.mark.parametrize("text", ["new\n", "\ud800"])  # replacing a folder fails, so does writing a lone surrogate
+def test_a_failed_write_leaves_nothing_behind(tmp_path, text):
+    path = tmp_path / "report.json"
+    path.mkdir()
+    with pytest.raises((OSError, UnicodeEncodeError)):
+        report.write_text(path, text)
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_retrieval_is_drawn_by_length_and_depth(tmp_path):
     cells = [
         {"arm": arm, "task": task, "length": length, "depth": depth, "exact": 0.25, "log_probability": -1.5}
