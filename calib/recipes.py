@@ -8,6 +8,8 @@ bits for the coordinates that matter.
 from __future__ import annotations
 
 import dataclasses
+from contextvars import ContextVar
+from pathlib import Path
 from typing import Literal
 
 Side = Literal["key", "value"]
@@ -145,6 +147,7 @@ class Recipe:
 
 
 _registry: dict[str, Recipe] = {}
+_reading: ContextVar[tuple[str, ...]] = ContextVar("_reading", default=())  # files, each the base of the one before it
 
 
 def register(recipe: Recipe) -> Recipe:
@@ -164,20 +167,32 @@ def get(name: str | Recipe) -> Recipe:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: unknown name, the message lists the known ones; a file that is not a recipe, or whose name is that
-            of a registered recipe that differs.
+        ValueError: unknown name, the message lists the known ones; a file that is not a recipe, whose bases lead back
+            to it, or whose name is that of a registered recipe that differs. A wrong base is told with its file.
     """
     if isinstance(name, Recipe):
         return name
+    files = _reading.get()
+    where = f"recipe {files[-1]!r}: base={name!r}" if files else f"recipe {name!r}"
+    if not isinstance(name, str):
+        raise ValueError(f"{where}: expected a recipe's name or a .toml file.")
     if name.endswith(".toml"):
         from calib import recipe_files  # builds on this module
 
-        recipe = recipe_files.read(name)
+        if Path(name).resolve() in [Path(file).resolve() for file in files]:
+            raise ValueError(f"{where} would be its own base; expected another recipe.")
+        if files and not Path(name).is_file():
+            raise FileNotFoundError(f"{where}: no such file; expected a recipe's name or a .toml file.")
+        token = _reading.set((*files, name))
+        try:
+            recipe = recipe_files.read(name)
+        finally:
+            _reading.reset(token)
         if _registry.get(recipe.name, recipe) != recipe:
             raise ValueError(f"recipe {name!r}: name={recipe.name!r} is another recipe's; choose another name.")
         return recipe
     if name not in _registry:
-        raise ValueError(f"recipe {name!r} is unknown; expected one of {', '.join(_registry)}, or a .toml file.")
+        raise ValueError(f"{where} is unknown; expected one of {', '.join(_registry)}, or a .toml file.")
     return _registry[name]
 
 

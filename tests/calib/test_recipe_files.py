@@ -38,7 +38,9 @@ def test_a_file_can_stand_alone(write):
     ("text", "message"),
     [
         ("name = ", "not a TOML file"),
-        ('name = "x"\nbase = "defualt"', "recipe 'defualt' is unknown"),
+        ('name = "x"\nbase = "defualt"', r"mine\.toml': base='defualt' is unknown; expected one of naive, "),
+        ('name = "x"\nbase = 3', r"mine\.toml': base=3: expected a recipe's name or a \.toml file"),
+        ('name = "x"\nbase = ["default"]', r"mine\.toml': base=\['default'\]: expected a recipe's name"),
         ('base = "default"', r"name=None: expected lower-case letters"),
         ('name = "../x"\nbase = "default"', r"name='../x'"),
         ('name = "default"\nbase = "naive"', "name='default' is another recipe's"),
@@ -60,6 +62,22 @@ def test_a_file_can_stand_alone(write):
 def test_a_file_that_is_no_recipe_is_one_sentence(write, text, message):
     with pytest.raises(ValueError, match=message):
         recipes.get(write(text))
+
+
+@pytest.mark.parametrize("through", ["mine.toml", "./mine.toml", "other.toml"])
+def test_bases_that_lead_back_are_one_sentence(write, tmp_path, monkeypatch, through):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.toml").write_text('name = "other"\nbase = "mine.toml"\n')
+    write(f'name = "mine"\nbase = "{through}"\n')
+    with pytest.raises(ValueError, match=r"^recipe '(mine|other)\.toml': base='(\./)?mine\.toml' would be its own base"):
+        recipes.get("mine.toml")
+    write('name = "mine"\nbase = "default"\n')
+    assert recipes.get("other.toml").key == recipes.get("default").key
+
+
+def test_a_missing_base_is_told_with_the_file_that_names_it(write):
+    with pytest.raises(FileNotFoundError, match=r"mine\.toml': base='no\.toml': no such file"):
+        recipes.get(write('name = "mine"\nbase = "no.toml"\n'))
 
 
 def test_a_missing_file_is_named():
