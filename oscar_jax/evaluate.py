@@ -419,7 +419,7 @@ def requested_arms(
 
 
 def load_arms(paths: Sequence[str], model: LoadedModel, *, length: int) -> dict[str, TransformCodes | LayerCodes]:
-    """Codes of artifacts by recipe, a number added where a name repeats.
+    """Codes of artifacts by recipe, a number added where a name repeats or is a baseline's.
 
     Args:
         length: tokens of the longest sequence that will be run.
@@ -439,7 +439,7 @@ def load_arms(paths: Sequence[str], model: LoadedModel, *, length: int) -> dict[
 
 
 def _unused(name: str, taken: Mapping[str, Any] | Sequence[str]) -> str:
-    if name not in taken and name != BASELINE:
+    if name not in taken and name not in (BASELINE, *one_pass.BASELINES):
         return name
     number = next(i for i in range(2, len(taken) + 3) if f"{name}-{i}" not in taken)
     return f"{name}-{number}"

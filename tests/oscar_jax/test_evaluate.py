@@ -144,6 +144,19 @@ def test_the_command_runs_recipes_and_artifacts_side_by_side(tiny, tiny_folder, 
     assert "are needed for one window" in capsys.readouterr().err
 
 
+def test_own_recipes_named_like_a_baseline_get_a_number(tiny, tiny_folder, tiny_text, arms, tmp_path, capsys):
+    (tmp_path / "own.toml").write_text('name = "fp8"\nbase = "naive"\n')
+    artifact.save(tmp_path / "saved", arms["default"], artifact.Manifest(recipe="kivi", model=tiny.identity))
+    common = ["--model", tiny_folder, "--text", tiny_text / "heldout.txt", "--tokens", 400, "--sequence", 400]
+    common += ["--calibrate-on", tiny_text / "calibration.txt", "--calibration-tokens", 800, "--sink", 8, "--json"]
+    common += ["--recent", 32, "--artifact", tmp_path / "saved", "--recipes", f"fp8,{tmp_path / 'own.toml'},kivi"]
+    assert run("evaluate", *common) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {name: arm["one_pass"] for name, arm in report["arms"].items()} == {
+        "bf16": False, "kivi-2": False, "fp8-2": False, "fp8": True, "kivi": True
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
