@@ -69,7 +69,9 @@ def test_bases_that_lead_back_are_one_sentence(write, tmp_path, monkeypatch, thr
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other.toml").write_text('name = "other"\nbase = "mine.toml"\n')
     write(f'name = "mine"\nbase = "{through}"\n')
-    with pytest.raises(ValueError, match=r"^recipe '(mine|other)\.toml': base='(\./)?mine\.toml' would be its own base"):
+    with pytest.raises(
+        ValueError, match=r"^recipe '(mine|other)\.toml': base='(\./)?mine\.toml' would be its own base"
+    ):
         recipes.get("mine.toml")
     write('name = "mine"\nbase = "default"\n')
     assert recipes.get("other.toml").key == recipes.get("default").key
