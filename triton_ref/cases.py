@@ -248,8 +248,14 @@ def attention_case(
     return Case("attention", name, meta, inputs, {"out": exact})
 
 
-def random_attention(seed: int, *, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> Case:
-    """An attention call drawn at random: windows, page, head sizes and groups, ragged lengths, and what models add."""
+def random_attention(
+    seed: int, *, dtypes: tuple[torch.dtype, ...] = (torch.float32,), bucket: int | None = None
+) -> Case:
+    """An attention call drawn at random: windows, page, head sizes and groups, ragged lengths, and what models add.
+
+    Args:
+        bucket: tokens of a bucket; None draws 64 or 128.
+    """
     random = torch.Generator().manual_seed(seed)
 
     def choose(*options):
@@ -275,7 +281,7 @@ def random_attention(seed: int, *, dtypes: tuple[torch.dtype, ...] = (torch.floa
     )
     kinds = choose("default", "reference", ("default", "reference"), ("naive", "default"))
     return attention_case(
-        "random", shape, kinds, head_dim=head_dim, kv_heads=kv_heads, bucket=choose(64, 128), seed=seed % 4
+        "random", shape, kinds, head_dim=head_dim, kv_heads=kv_heads, bucket=bucket or choose(64, 128), seed=seed % 4
     )
 
 

@@ -61,6 +61,23 @@ def lane_heads(head_dim: int, kv_heads: int) -> int:
     return heads if kv_heads % heads == 0 else kv_heads
 
 
+def check_plain(plain: PlainTiers, k: jax.Array, v: jax.Array) -> None:
+    """Raises ValueError for new tokens `[B, T, K, D]` that the plain tiers do not hold the like of."""
+    if k.shape != v.shape or k.ndim != 4:
+        raise ValueError(f"k {k.shape}, v {v.shape}: expected both [B, T, K, D].")
+    batch, _, heads, dim = k.shape
+    rows = lane_heads(dim, heads)
+    for name in ("sink_k", "sink_v", "recent_k", "recent_v"):
+        tier = getattr(plain, name)
+        if tier.ndim != 5 or tier.shape[1] != batch or tier.shape[3:] not in (
+            (heads, dim), (heads // rows, rows * dim),
+        ):  # fmt: skip
+            raise ValueError(
+                f"plain.{name} {tier.shape} with k {k.shape}: expected [L, {batch}, tokens, {heads}, {dim}], tiers of "
+                "the same sequences and heads."
+            )
+
+
 def plain_rows(tier: jax.Array, layer: jax.Array, heads: tuple[int, ...]) -> jax.Array:
     """One layer of a plain tier, `[B, S or R, K, D]` in the plain dtype.
 
@@ -120,6 +137,7 @@ def attend(
         NotImplementedError: no implementation takes this case; every reason is listed.
     """
     _check_shapes(q, k, v, codes, history)
+    check_plain(plain, k, v)
     _check_batch(q, starts, counts, sink_logits)
     for name, x in {"starts": starts, "counts": counts, "page_indices": page_indices, "window": window}.items():
         if x is not None and not jnp.issubdtype(jnp.result_type(x), jnp.integer):

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention.api import PlainTiers, check_table
+from pallas_kernels.attention.api import PlainTiers, check_plain, check_table
 from pallas_kernels.history import History
+from pallas_kernels.storage import loaded
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
 
@@ -93,9 +95,10 @@ def demote(
         page_indices, implementation: as for `write`.
 
     Raises:
-        ValueError: a page table that does not fit.
+        ValueError: shapes or dtypes that do not fit.
         NotImplementedError: no implementation takes this case; every reason is listed.
     """
+    check_new(plain, k, v, starts, counts)
     check_table(page_indices, len(k))
     return dispatch.call(
         "demote",
@@ -180,8 +183,12 @@ def append(
         implementation: as for `write`.
 
     Raises:
+        ValueError: shapes or dtypes that do not fit.
         NotImplementedError: no implementation has one launch for it here; `oscar_jax.cache.append` runs everywhere.
     """
+    check_new(plain, k, v, starts, counts)
+    if not k.size:
+        return plain
     return dispatch.call(
         "append",
         implementation,
@@ -194,3 +201,15 @@ def append(
         tiers=tiers,
         after=after,
     )
+
+
+def check_new(plain: PlainTiers, k: jax.Array, v: jax.Array, starts: jax.Array, counts: jax.Array) -> None:
+    """Raises ValueError for new tokens that the plain tiers cannot hold as they are."""
+    check_plain(plain, k, v)
+    if not (starts.shape == counts.shape == k.shape[:1]):
+        raise ValueError(
+            f"starts {starts.shape}, counts {counts.shape}: expected [{len(k)}], one for each sequence of k."
+        )
+    held = loaded(jnp.zeros((), plain.recent_k.dtype)).dtype
+    if not k.dtype == v.dtype == held:
+        raise ValueError(f"k of {k.dtype}, v of {v.dtype}: expected {held}, the plain dtype of this cache; cast them.")

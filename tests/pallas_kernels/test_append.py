@@ -88,6 +88,41 @@ def test_on_a_gpu(name):
     check(CASES[name], append, implementation="triton")
 
 
+@pytest.mark.parametrize(
+    ("k", "v", "starts", "message"),
+    [
+        ((4, 1, 2, 64), (4, 2, 2, 64), 4, "expected both"),
+        ((3, 1, 2, 64), (3, 1, 2, 64), 3, "the same sequences and heads"),
+        ((4, 1, 4, 32), (4, 1, 4, 32), 4, "the same sequences and heads"),
+        ((4, 1, 1, 128), (4, 1, 1, 128), 4, "the same sequences and heads"),
+        ((4, 1, 2, 64), (4, 1, 2, 64), 1, "one for each sequence"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused_everywhere(k, v, starts, message):
+    case = Case()
+    plain, *_ = build(case)
+    k, v = (jnp.zeros(shape, case.dtype) for shape in (k, v))
+    lengths = jnp.zeros(starts, jnp.int32)
+    with pytest.raises(ValueError, match=message):
+        append(plain, k, v, layer=jnp.int32(0), starts=lengths, counts=lengths, tiers=case.tiers)
+
+
+def test_tokens_of_another_dtype_are_refused_not_cast_to_bits():
+    case = Case()
+    plain, k, v = build(case)
+    lengths = jnp.zeros(4, jnp.int32)
+    with pytest.raises(ValueError, match="expected bfloat16, the plain dtype"):
+        append(plain, k.astype(jnp.float32), v, layer=jnp.int32(0), starts=lengths, counts=lengths, tiers=case.tiers)
+
+
+def test_no_tokens_change_nothing():
+    case = Case()
+    plain, k, v = build(case)
+    lengths = jnp.zeros(4, jnp.int32)
+    options = dict(layer=jnp.int32(0), starts=lengths, counts=lengths, tiers=case.tiers)
+    assert append(plain, k[:, :0], v[:, :0], **options) is plain
+
+
 def test_tiers_of_another_layout_are_refused():
     case = Case()
     plain, k, v = build(case)

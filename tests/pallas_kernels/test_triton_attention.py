@@ -120,6 +120,7 @@ def test_kernels_lower_for_a_gpu_that_is_not_there(name):
         (dict(dtype="float64"), "plain tokens of float64"),
         (dict(tokens=17), "17 query tokens a call: at most 16 are built"),
         (dict(tiers=Tiers(4, 8, 8, 8)), "page=8: 16, 32, 64, 128 and 256 are built"),
+        (dict(tiers=Tiers(4, 8, 8, 48), bucket=96), "page=48: 16, 32, 64, 128 and 256 are built"),
         (dict(head_dim=264), "head size 264: at most 256 is built"),
         (dict(bucket=16, tiers=Tiers(4, 8, 8, 16)), "bucket=16: multiples of 32 are built"),
     ],

@@ -1,6 +1,6 @@
 """Writes the test vectors: `python tests/vectors/generate.py [FOLDER]`. Needs PyTorch and numpy.
 
-Seeds, threads and instructions are fixed, so that PyTorch 2.13 on an x86-64 CPU with AVX2 writes the committed bits.
+Seeds, threads and instructions are fixed; another processor may still sum in another order and change last bits.
 `README.md` beside this file describes the format, `check.py` reads it without PyTorch.
 """
 
