@@ -318,7 +318,10 @@ def _add_evaluate(commands: Any) -> None:
     _add_implementation(evaluate)
     _add_tiers(evaluate)
     evaluate.add_argument(
-        "--one-pass", action="store_true", help="without a cache: faster, about 2 %% from it; says nothing of bytes"
+        "--one-pass",
+        action="store_true",
+        help="without a cache: faster; KL within 2 %% of the cache's for default, 5 %% for oscar-head, measured on "
+        "SmolLM2; says nothing of bytes",
     )
     evaluate.add_argument(
         "--layer-errors", action="store_true", help="also each layer's attention output beside the plain cache's"
