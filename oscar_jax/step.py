@@ -140,6 +140,7 @@ def make_step(
 
     Raises:
         ValueError: a cache of another model's shape.
+        NotImplementedError: the one implementation that the config names does not take decode steps of this cache.
     """
     model = decoder.config
     fields = ("layers", "q_heads", "kv_heads", "head_dim")
@@ -156,7 +157,18 @@ def make_step(
         decoder = sharding.place_decoder(decoder, config.mesh)
         if codes is not None:
             codes = sharding.place_codes(codes, config.mesh, kv_heads=config.stored_heads)
-    return Step(decoder, config, codes, checked)
+    step = Step(decoder, config, codes, checked)
+    if isinstance(config.implementation, str) and config.implementation != "xla":
+        _check_taken(step)
+    return step
+
+
+def _check_taken(step: Step) -> None:
+    """Raises NotImplementedError for what the kernels asked for do not take, not first when a request runs."""
+    config = step.config
+    tokens, counts = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((config.batch, 1), (config.batch,)))
+    run = functools.partial(_run, config=config, output="hidden")
+    jax.eval_shape(run, step.decoder, step.codes, jax.eval_shape(step.init), tokens, counts)
 
 
 def prefill(

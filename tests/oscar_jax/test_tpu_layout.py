@@ -91,3 +91,24 @@ def test_engines_on_a_mesh_are_the_same(for_tpu):
     assert stats.prefix_hits
     assert stats.device_bytes == stats.expected_bytes
     assert engine._executor.tails.recent_k.shape[3:] == (2, 2 * 32)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "page", "bucket", "reason"),
+    [
+        (96, 128, 128, "head size 96"),
+        (64, 8, 128, "page=8"),
+        (64, 16, 64, "buckets of 64 tokens"),
+    ],
+)
+def test_what_tpu_kernels_do_not_take_is_refused_before_a_request(monkeypatch, head_dim, page, bucket, reason):
+    from pallas_kernels.attention import tpu as attention
+    from pallas_kernels.write import tpu as write
+
+    for module in (attention, write):
+        monkeypatch.setattr(module, "unavailable", lambda: None)
+    config = tiny_config(q_heads=4, kv_heads=2, head_dim=head_dim)
+    codes = transform_codes(bucket=bucket, layers=config.layers, kv_heads=2, head_dim=head_dim)
+    cache = cache_config(config, max_length=512, tiers=Tiers(4, 8, 8, page), implementation="tpu")
+    with pytest.raises(NotImplementedError, match=reason):
+        make_step(random_decoder(config), cache, codes)
