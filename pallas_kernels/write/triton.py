@@ -27,7 +27,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import codec
 from pallas_kernels.attention.api import PlainTiers
-from pallas_kernels.attention.triton import unavailable
+from pallas_kernels.attention.triton import ops, unavailable
 from pallas_kernels.history import UNADDRESSED, History, SidePages, turn_factors
 from pallas_kernels.storage import loaded, stored
 from pallas_kernels.tiers import Tiers
@@ -283,14 +283,14 @@ def _write_rows(pools, inputs: _Inputs, *outputs, plan: _Plan):
         byte = _iota(plan.byte_block)
         place = _rem(places.position - plan.tiers.sink, plan.tiers.page)
         if plan.tokens_last:
-            at = _at(slots_ref, layer, page[None, :], head, byte[:, None], place[None, :])
+            at = ops.at(slots_ref, layer, page[None, :], head, byte[:, None], place[None, :])
             plgpu.store(at, packed.T, mask=(byte < plan.bytes)[:, None] & there[None, :])
         else:
-            at = _at(slots_ref, layer, page[:, None], head, place[:, None], byte[None, :])
+            at = ops.at(slots_ref, layer, page[:, None], head, place[:, None], byte[None, :])
             plgpu.store(at, packed, mask=there[:, None] & (byte < plan.bytes)[None, :])
         for ref, x in zip((scale_ref, *offset_refs), (scale, offset), strict=False):
             x = jnp.where(finite, jnp.clip(x, -codec.SCALE_LIMIT, codec.SCALE_LIMIT), jnp.nan)
-            at = _at(ref, layer, page, head, place)
+            at = ops.at(ref, layer, page, head, place)
             plgpu.store(at, stored(x.astype(plan.scale_dtype)), mask=there)
 
 
@@ -330,7 +330,7 @@ def _transform(plan: _Plan, inputs: _Inputs, places: _Places, layer, head) -> ja
         d = jnp.where(d < plan.head_dim, d, 0)[None, :]
 
         def read(ref, lead, mask):
-            at = _at(ref, *lead, head, d)
+            at = ops.at(ref, *lead, head, d)
             return loaded(plgpu.load(at, mask=mask, other=0)).astype(jnp.float32)
 
         sequence, index = places.sequence[:, None], places.index[:, None]
@@ -351,7 +351,7 @@ def _transform(plan: _Plan, inputs: _Inputs, places: _Places, layer, head) -> ja
         size, neighbours = plan.rotary
         far = d ^ 1 if neighbours else jnp.where(d < size // 2, d + size // 2, d - size // 2)
         bucket = _div(places.position - plan.tiers.sink, plan.bucket)[:, None]
-        own, partner = (plgpu.load(_at(ref, bucket, d[None, :])) for ref in inputs.turns)
+        own, partner = (plgpu.load(ops.at(ref, bucket, d[None, :])) for ref in inputs.turns)
         return x * own + coordinates(jnp.where(d < size, far, d)) * partner
 
     def absorb(i, y):
@@ -359,7 +359,7 @@ def _transform(plan: _Plan, inputs: _Inputs, places: _Places, layer, head) -> ja
         x = turned(d) - _vector(plan, inputs.code.mu, layer, head, d)[None, :]
         known = (d < plan.head_dim)[:, None] & (columns < plan.head_dim)[None, :]
         row, column = (jnp.where(known, i, 0) for i in (d[:, None], columns[None, :]))
-        matrix = plgpu.load(_at(inputs.code.encode, layer, head, row, column), mask=known, other=0)
+        matrix = plgpu.load(ops.at(inputs.code.encode, layer, head, row, column), mask=known, other=0)
         return _add_product(y, x, matrix)
 
     zero = jnp.zeros((plan.tile, plan.dim), jnp.float32)
@@ -432,7 +432,7 @@ def _pack(plan: _Plan, code: _Code, levels: jax.Array, layer, head) -> jax.Array
 
     def add(plane, packed):  # a loop, because four planes side by side take four times the registers
         at = (layer, head, plane * plan.bytes + jnp.where(byte < plan.bytes, byte, 0))
-        owner, shift = (plgpu.load(_at(ref, *at)) for ref in (code.owner, code.shift))
+        owner, shift = (plgpu.load(ops.at(ref, *at)) for ref in (code.owner, code.shift))
         choice = (owner[None, :] == d[:, None]).astype(jnp.float32).astype(jnp.float16)
         chosen = lax.dot_general(levels, choice, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         slots = (chosen.astype(jnp.int32) >> jnp.broadcast_to(shift[None, :], chosen.shape)) & 3
@@ -445,7 +445,7 @@ def _pack(plan: _Plan, code: _Code, levels: jax.Array, layer, head) -> jax.Array
 def _vector(plan: _Plan, ref, layer, head, d: jax.Array, other: float = 0) -> jax.Array:
     """`ref[layer, head, d]`, `other` past the head."""
     known = d < plan.head_dim
-    return plgpu.load(_at(ref, layer, head, jnp.where(known, d, 0)), mask=known, other=other)
+    return plgpu.load(ops.at(ref, layer, head, jnp.where(known, d, 0)), mask=known, other=other)
 
 
 def _pairwise_sum(x: jax.Array) -> jax.Array:
@@ -515,12 +515,6 @@ def _assembly(code: str, *args: jax.Array) -> jax.Array:
         result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, jnp.float32)],
     )  # fmt: skip
     return y
-
-
-def _at(ref, *indices):
-    """`ref.at` with index arrays that broadcast against each other."""
-    shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in indices))
-    return ref.at[tuple(jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape) for x in indices)]
 
 
 def _iota(size: int) -> jax.Array:

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.attention.api import PlainTiers
-from pallas_kernels.attention.triton import unavailable
+from pallas_kernels.attention.triton import ops, unavailable
 from pallas_kernels.storage import stored
 from pallas_kernels.tiers import Tiers
 
@@ -88,8 +88,8 @@ def _append(pools, inputs: _Inputs, *outputs, sink: int):
 
     def put(pools, place):
         for pool, rows in zip(pools, (inputs.k, inputs.v), strict=True):
-            x = plgpu.load(_at(rows, sequence, token, head, d), mask=known, other=0)
-            plgpu.store(_at(pool, layer, sequence, place, head, d), x, mask=known)
+            x = plgpu.load(ops.at(rows, sequence, token, head, d), mask=known, other=0)
+            plgpu.store(ops.at(pool, layer, sequence, place, head, d), x, mask=known)
 
     *sinks, recent_k, recent_v = outputs
     ring = recent_k.shape[2]
@@ -103,8 +103,3 @@ def _append(pools, inputs: _Inputs, *outputs, sink: int):
     @pl.when((position < end) & (position >= sink) & (position >= end - ring))
     def _():
         put((recent_k, recent_v), lax.rem(position, jnp.int32(ring)))
-
-
-def _at(ref, *indices):
-    """`ref.at` with the last index's shape for all."""
-    return ref.at[tuple(jnp.broadcast_to(jnp.asarray(x, jnp.int32), indices[-1].shape) for x in indices)]
