@@ -20,6 +20,7 @@ from typing import Any
 from calib import artifact
 from oscar_jax import calibrate, corpus, download, evaluate, generate
 from oscar_jax import report as reports
+from oscar_jax.limits import warn_beyond
 from oscar_jax.models import LoadedModel, load
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
@@ -51,7 +52,10 @@ def run(args: argparse.Namespace) -> int:
 
     say(f"calibrating on {source.description}")
     fitted = calibrate.calibrate(model, source, recipes)
-    arms = _save_and_reload(out / "artifacts", model, fitted, say)
+    loaded = _save_and_reload(out / "artifacts", model, fitted, say)
+    arms = {name: codes for name, (codes, _) in loaded.items()}
+    for name, (_, manifest) in loaded.items():
+        warn_beyond(manifest, args.sequence, what=f"recipe {name!r}: sequences of {args.sequence} tokens are")
 
     say(f"decoding {text.description} through every cache")
     tiers = Tiers(sink=args.sink, recent=args.recent)
@@ -59,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     print(evaluate.table(report["arms"]), file=say.stream)
 
     answering = ANSWER_RECIPE if ANSWER_RECIPE in arms else next(reversed(arms))
-    report["answers"] = _answers(model, arms[answering], answering, prompt, args.max_tokens, tiers, say)
+    report["answers"] = _answers(model, *loaded[answering], answering, prompt, args.max_tokens, tiers, say)
     report["calibration"] = {
         "text": source.description,
         "text_sha256": source.sha256,
@@ -92,12 +96,12 @@ class _Narrator:
 
 def _save_and_reload(
     folder: Path, model: LoadedModel, fitted: Mapping[str, calibrate.Fitted], say: _Narrator
-) -> dict[str, TransformCodes]:
+) -> dict[str, tuple[TransformCodes, artifact.Manifest]]:
     """What is evaluated is what a user would load: codes that went through the disk and its checks."""
     loaded = {}
     for name, (codes, manifest) in fitted.items():
         artifact.save(folder / name, codes, manifest)
-        loaded[name], _ = artifact.load(folder / name, model=model.identity)
+        loaded[name] = artifact.load(folder / name, model=model.identity)
     say(f"saved and reloaded {', '.join(str(folder / name) for name in loaded)}")
     return loaded
 
@@ -105,6 +109,7 @@ def _save_and_reload(
 def _answers(
     model: LoadedModel,
     codes: TransformCodes,
+    manifest: artifact.Manifest,
     recipe: str,
     prompt: str,
     max_tokens: int,
@@ -116,8 +121,9 @@ def _answers(
     found: dict[str, Any] = {"prompt": prompt}
     for name, code in ((evaluate.BASELINE, None), (recipe, codes)):
         answer = generate.complete(
-            model, prompt, codes=code, tiers=tiers, plain_dtype=evaluate.PLAIN_DTYPE, max_tokens=max_tokens
-        )
+            model, prompt, codes=code, manifest=manifest, tiers=tiers, plain_dtype=evaluate.PLAIN_DTYPE,
+            max_tokens=max_tokens,
+        )  # fmt: skip
         found[name] = {
             "text": answer.text,
             "cache_bytes": answer.cache_bytes,

@@ -295,14 +295,14 @@ def evaluate(
 
 
 def rows(arms: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """The report's arms for people, the header first."""
+    """The report's arms for people, the header first; an arm of an artifact is followed by its path."""
     header = ("arm", "KL (nats)", "KL p99", "ppl", "change", "95 % interval", "top-1", "cache MB", "bits/element")
     cells: list[tuple[str, ...]] = [(*header, "of history")]
     for name, arm in arms.items():
         interval = arm["dppl_percent_interval"]
         cells.append(
             (
-                name + " (one pass)" * arm["one_pass"],
+                name + (f" ({arm['artifact']})" if "artifact" in arm else "") + " (one pass)" * arm["one_pass"],
                 f"{arm['kl_mean']:.4f}",
                 f"{arm['kl_p99']:.3f}",
                 f"{arm['ppl']:.2f}",
@@ -362,6 +362,8 @@ def run(args: argparse.Namespace) -> int:
         errors_by_layer=args.layer_errors,
     )
     found["calibration"] = calibration
+    for name, path in zip(codes, args.artifact, strict=False):  # artifacts come before recipes
+        found["arms"][name]["artifact"] = path
     print(table(found["arms"]), file=sys.stderr if args.json else sys.stdout)
     if args.json:  # before files: a full disk must not cost the run
         print(json.dumps(found))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -126,18 +127,26 @@ def run(*arguments):
 
 
 def test_the_command_runs_recipes_and_artifacts_side_by_side(tiny, tiny_folder, tiny_text, arms, tmp_path, capsys):
-    artifact.save(tmp_path / "saved", arms["default"], artifact.Manifest(recipe="default", model=tiny.identity))
+    for folder in ("saved", "copy"):
+        artifact.save(tmp_path / folder, arms["default"], artifact.Manifest(recipe="default", model=tiny.identity))
     common = ["--model", tiny_folder, "--text", tiny_text / "heldout.txt", "--tokens", 400, "--sequence", 400]
     windows = ["--sink", 8, "--recent", 32, "--json"]
     calibrated = ["--calibrate-on", tiny_text / "calibration.txt", "--calibration-tokens", 800]
-    saved = ["--artifact", tmp_path / "saved", "--artifact", tmp_path / "saved"]
+    artifacts = ["--artifact", tmp_path / "saved", "--artifact", tmp_path / "copy"]
     written = ["--csv", tmp_path / "new" / "arms.csv", "--out", tmp_path / "out"]
-    assert run("evaluate", *common, *windows, *calibrated, "--recipes", "bf16,hadamard,default", *saved, *written) == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    recipes = ["--recipes", "bf16,hadamard,default"]
+    assert run("evaluate", *common, *windows, *calibrated, *recipes, *artifacts, *written) == 0
+    printed = capsys.readouterr()
+    report = json.loads(printed.out.splitlines()[-1])
     assert json.loads((tmp_path / "out" / "report.json").read_text()) == report
     assert (tmp_path / "new" / "arms.csv").read_text() == (tmp_path / "out" / "arms.csv").read_text()
     assert list(report["arms"]) == ["bf16", "default", "default-2", "hadamard", "default-3"]
     assert report["arms"]["default"]["kl_mean"] == report["arms"]["default-2"]["kl_mean"]
+    paths = {name: arm.get("artifact") for name, arm in report["arms"].items()}
+    saved, copy = str(tmp_path / "saved"), str(tmp_path / "copy")
+    assert paths == {"bf16": None, "default": saved, "default-2": copy, "hadamard": None, "default-3": None}
+    assert f"\ndefault-2 ({copy}) " in printed.err
+    assert f",{copy}\n" in (tmp_path / "out" / "arms.csv").read_text()
     assert run("evaluate", *common, *windows) == 2
     assert "nothing to evaluate" in capsys.readouterr().err
     assert run("evaluate", *common, *windows, "--recipes", "naive", "--offset", 50_000) == 2
@@ -278,8 +287,15 @@ def test_the_demo_writes_its_report_and_picture(tiny_folder, tiny_text, tmp_path
     out = tmp_path / "out"
     sizes = ["--windows", 2, "--sequence", 400, "--sink", 8, "--recent", 32, "--calibration-tokens", 900]
     arguments = ["--model", tiny_folder, "--text", tiny_text / "heldout.txt", "--out", out, *sizes]
-    assert run("demo", *arguments, "--prompt", "a question " * 20, "--max-tokens", 4, "--json") == 0
-    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    calibrate = calibration.calibrate
+    monkeypatch.setattr(calibration, "calibrate", lambda *given: calibrate(*given, max_position=222))
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", BeyondCalibrationWarning)
+        assert run("demo", *arguments, "--prompt", "a question " * 20, "--max-tokens", 4, "--json") == 0
+    captured = capsys.readouterr()
+    for what in ("recipe 'default': sequences of 400 tokens", "artifact: 220 prompt tokens and up to 4 new ones"):
+        assert f"warning: {what} are more than the 222 positions its statistics cover" in captured.err
+    printed = json.loads(captured.out.splitlines()[-1])
     report = json.loads((out / "report.json").read_text())
     assert printed == report
     assert list(report["arms"]) == ["bf16", "naive", "hadamard", "oscar-reference", "default"]
