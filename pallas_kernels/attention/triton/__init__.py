@@ -29,8 +29,10 @@ from pallas_kernels.history import History, turn_factors
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
 
-TILE = 128
-MAX_ROWS = 8  # query rows of a program; 16 would need more registers than there are
+TILE, TILE_OF_HALVES = 128, 64
+MAX_ROWS = 8  # query rows of a program, of bytes; 16 would need more registers than there are
+MAX_HALVES = 16  # of fp16
+HALVES_SLOTS = range(65, 129)  # of keys and of values, for fp16: fewer are half an operand, more do not fit
 PIECE, WIDEST = 32, 128  # coordinates of a program of `finish` where there are few, and at most: shared memory
 WAVE = 132  # multiprocessors of an H200, to choose spans by
 WARPS, WARPS_OF_MANY_ROWS = 12, 8  # of `attend_history` on one of them, with four query rows and with more
@@ -66,14 +68,14 @@ def attend(
     window: jax.Array | None = None,
     sink_logits: jax.Array | None = None,
     span: int | None = None,
-    tile: int = TILE,
+    tile: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """See `pallas_kernels.attention.attend`.
 
     Args:
         span: tiles of history that one program reads; by default from the shapes.
-        tile: tokens of a tile, 32, 64 or 128, or fewer where buckets are shorter.
+        tile: tokens of a tile, 32, 64 or 128, or fewer where buckets are shorter; by default from the shapes.
         interpret: run in Pallas' interpreter, on any device.
     """
     if history is None or codes is None:
@@ -96,7 +98,7 @@ def attend(
         (batch, heads, plan.query_blocks + plan.plain_splits),
         [
             *partial(plan.plain_splits, plan.dim),
-            ((batch, heads, plan.buckets, 2 * plan.rows, ops.PLANES * plan.key_block), jnp.int8),
+            _queries(plan, batch, heads),
             ((batch, heads, plan.buckets, len(ops.Numbers._fields), plan.rows), jnp.float32),
         ],
         (*lengths, q, k, v, *jax.tree.leaves(plain), decode, codes.key.mu, *_turns(codes, tiers, plan)),
@@ -154,6 +156,14 @@ def _partials(batch: int, heads: int, plan: ops.Plan, splits: int, width: int):
     ]
 
 
+def _queries(plan: ops.Plan, batch: int, heads: int):
+    """What `begin` makes of the queries: low and high bytes, or fp16 in the order of `halves.operand_place`."""
+    slots = ops.PLANES * plan.key_block
+    if plan.halves:
+        return (batch, heads, plan.buckets, plan.rows * slots // 8, 8), jnp.float16
+    return (batch, heads, plan.buckets, 2 * plan.rows, slots), jnp.int8
+
+
 def _plan(q, k, plain, history, page_indices, codes, tiers, spec, windowed, span, tile, interpret) -> ops.Plan:
     batch, tokens, heads, dim = q.shape
     kv_heads, page, ring = k.shape[2], tiers.page, plain.recent_k.shape[2]
@@ -161,13 +171,16 @@ def _plan(q, k, plain, history, page_indices, codes, tiers, spec, windowed, span
     if tokens > MAX_TOKENS:
         raise NotImplementedError(f"{tokens} query tokens a call: at most {MAX_TOKENS} are built")
     capacity = page * page_indices.shape[1]
+    rows = tokens * (heads // kv_heads)
+    halves = rows > MAX_ROWS and q.dtype.itemsize == 2
+    halves &= all(code.slots in HALVES_SLOTS for code in (codes.key, codes.value))
+    tile = tile or (TILE_OF_HALVES if halves else TILE)
     tile = tile if codes.bucket is None else math.gcd(tile, codes.bucket)
     if tile < 32:
         raise NotImplementedError(f"bucket={codes.bucket}: multiples of 32 are built")
     total = pl.cdiv(capacity, tile)
     bucket = total if codes.bucket is None else codes.bucket // tile
-    rows = tokens * (heads // kv_heads)
-    block = min(MAX_ROWS, max(4, pl.next_power_of_2(rows)))
+    block = min(MAX_HALVES if halves else MAX_ROWS, max(4, pl.next_power_of_2(rows)))
     row_blocks = pl.cdiv(rows, block)
     span = _span(total, bucket, batch * kv_heads * row_blocks, block) if span is None else span
     buckets = pl.cdiv(total, bucket)

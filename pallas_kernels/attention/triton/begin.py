@@ -10,6 +10,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import codec
 from pallas_kernels.attention.triton import ops
+from pallas_kernels.attention.triton.halves import operand_place
 from pallas_kernels.storage import loaded
 
 MAX_TOKENS = 16
@@ -47,7 +48,7 @@ def begin(
 
 
 def _prepare(layer_ref, q_ref, decode_ref, mu_ref, *refs, plan: ops.Plan, here, third: jax.Array):
-    """Queries relative to some buckets, times E, as fixed point."""
+    """Queries relative to some buckets, times E, as fixed point or fp16."""
     *turn_refs, queries_ref, numbers_ref = refs
     batch, head, block, index = here
     layer = layer_ref[0]
@@ -99,18 +100,24 @@ def _prepare(layer_ref, q_ref, decode_ref, mu_ref, *refs, plan: ops.Plan, here, 
     # A number of steps that the compiler does not know, as layers are never negative: unrolled, this spills.
     shifts, product = lax.fori_loop(layer >> 31, jnp.int32(plan.dim // depth), absorb, initial)
     top = jnp.max(jnp.abs(product), axis=1) + ops.TINY
-    fixed, unit = ops.rounded(plan, product, (ops.FULL / top)[:, None], ops.BYTES_BIAS), top * (1 / ops.FULL)
+    factor, unit = (ops.FULL / top)[:, None], top * (1 / ops.FULL)
+    if plan.halves:
+        fixed = (product * factor).astype(jnp.float16)
+    else:
+        fixed = ops.rounded(plan, product, factor, ops.BYTES_BIAS)
 
     def total(factors: tuple[int, ...]):
-        """Sum of whole numbers, each times its plane's factor: exact."""
+        """Sum of the rounded numbers, each times its plane's factor; exact where those are whole."""
         factor = jnp.full_like(slots.plane, factors[0])
         for i in range(1, ops.PLANES):
             factor = jnp.where(slots.plane == i, factors[i], factor)
+        if plan.halves:
+            return jnp.sum(fixed.astype(jnp.float32) * factor.astype(jnp.float32)[None, :], axis=1) * unit
         bias = ops.wrapped(plan.key_block * sum(factors) * (ops.MAGIC_BITS + ops.BYTES_BIAS))
         return (jnp.sum(fixed * factor[None, :], axis=1, dtype=jnp.int32) - bias).astype(jnp.float32) * unit
 
     weights = tuple(4**i for i in range(ops.PLANES))
-    flipped = 256  # twice what the flipped top bit of plane 3 takes away
+    flipped = 0 if plan.halves else 256  # twice what the flipped top bit of plane 3 takes away
     if plan.key_offset:
         constant, sigma = 0.5 * total((0, 0, 0, flipped)), total(weights)
     else:
@@ -120,14 +127,22 @@ def _prepare(layer_ref, q_ref, decode_ref, mu_ref, *refs, plan: ops.Plan, here, 
     bucket, local = third * count + ops.div(column, plan.rows), ops.rem(column, plan.rows)
     inside = None if exists is None else bucket < plan.buckets
     shift = jnp.sum(shifts, axis=2).reshape(plan.queries)
-    for j, number in enumerate(ops.Numbers(unit, constant, sigma, shift)):
+    scale = unit * (1 / ops.DENORMAL) if plan.halves else unit
+    for j, number in enumerate(ops.Numbers(scale, constant, sigma, shift)):
         plgpu.store(ops.at(numbers_ref, batch, index, bucket, j, local), number, mask=inside)
+    slot = ops.iota(ops.PLANES * plan.key_block)[None, :]
+    mask = None if inside is None else jnp.broadcast_to(inside[:, None], product.shape)
+    if plan.halves:
+        plane, byte = ops.div(slot, plan.key_block), ops.rem(slot, plan.key_block)
+        place = plane * (plan.rows * plan.key_block) + operand_place(local[:, None], byte)
+        at = ops.at(queries_ref, batch, index, bucket[:, None], ops.div(place, 8), ops.rem(place, 8))
+        plgpu.store(at, fixed, mask=mask)
+        return
     # With the bias and the flip, the two bytes are the low and the high one, both signed.
-    words, slot = fixed ^ ops.BYTES_BIAS, ops.iota(ops.PLANES * plan.key_block)[None, :]
+    words = fixed ^ ops.BYTES_BIAS
     for j in range(2):
         row = j * plan.rows + local if plan.by_rows else 2 * local + j
         at = ops.at(queries_ref, batch, index, bucket[:, None], row[:, None], slot)
-        mask = None if inside is None else jnp.broadcast_to(inside[:, None], words.shape)
         plgpu.store(at, (words >> 8 * j).astype(jnp.int8), mask=mask)
 
 

@@ -27,6 +27,7 @@ TINY = 1e-30
 MAGIC = 1.5 * 2.0**23
 MAGIC_BITS = 0x4B400000
 BYTES_BIAS = 128
+DENORMAL = 2.0**-24  # the smallest positive fp16
 PLAIN_SPAN = 96  # places of the ring that a program reads
 MAX_HEAD_DIM = 256
 LOG2E = math.log2(math.e)
@@ -66,9 +67,14 @@ class Plan:
         return max(32, pl.next_power_of_2(self.head_dim))
 
     @property
+    def halves(self) -> bool:
+        """Whether products over history are of fp16 instead of bytes: `Halves`."""
+        return self.rows > 8
+
+    @property
     def by_rows(self) -> bool:
-        """Whether queries are rows of the products over history, and tokens columns: `history`."""
-        return self.rows >= 8 or self.paired
+        """Whether queries are rows of the products over history, and tokens columns: `fixed_point`."""
+        return not self.halves and (self.rows >= 8 or self.paired)
 
     @property
     def paired(self) -> bool:
@@ -273,6 +279,36 @@ def _packed(text: str, x: jax.Array) -> jax.Array:
         result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.int8)],
     )  # fmt: skip
     return y
+
+
+def whole_planes(plan: Plan, ref, *at) -> list[jax.Array]:
+    """All query rows of each plane."""
+    size = plan.key_block
+    return [plgpu.load(ref.at[(*at, slice(None), pl.ds(size * i, size))]) for i in range(PLANES)]
+
+
+def widened(plan: Plan, packed: jax.Array) -> Sequence[jax.Array]:
+    """Bytes uint8 to the four planes as fp16 `code 4^i 2^-24`.
+
+    These are the denormal numbers whose bits are those of the codes in their place: two instructions bring the bytes
+    into halves of registers, one for each pair of numbers masks the others. Tensor cores multiply denormals exactly.
+    """
+    if plan.interpret:
+        planes = ((packed & (3 << 2 * i)).astype(jnp.float32) * DENORMAL for i in range(PLANES))
+        return [x.astype(jnp.float16) for x in planes]
+    [wide] = plgpu.elementwise_inline_asm(
+        "prmt.b32 $0, $2, 0, 0x4140; prmt.b32 $1, $2, 0, 0x4342;", args=[packed], constraints="=r,=r,r", pack=4,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(packed.shape, jnp.int16)],
+    )  # fmt: skip
+
+    def masked(mask: int) -> jax.Array:
+        [plane] = plgpu.elementwise_inline_asm(
+            f"and.b32 $0, $1, {mask:#x};", args=[wide], constraints="=r,r", pack=2,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(packed.shape, jnp.float16)],
+        )  # fmt: skip
+        return plane
+
+    return [masked(0x00030003 << 2 * i) for i in range(PLANES)]
 
 
 def rounded(plan: Plan, x: jax.Array, factor: jax.Array, bias: int = 0) -> jax.Array:
