@@ -159,9 +159,7 @@ def test_more_boundaries_than_tails_evict_the_oldest():
 
 def test_a_reserved_page_is_used_by_the_next_token_or_given_back():
     allocator = new(pages=6)
-    first, _ = fed(
-        allocator, PROMPT[:13]
-    )  # a page and two rows of the next: the 16th needs another
+    first, _ = fed(allocator, PROMPT[:13])  # a page and two rows of the next: the 16th needs another
     assert allocator.reserve(first.sequence)
     assert (allocator.reserved(first.sequence), len(allocator.pool.free)) == (0, 4)
     allocator.grow(first.sequence, PROMPT[13:15])

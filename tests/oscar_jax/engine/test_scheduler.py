@@ -257,6 +257,50 @@ def test_after_an_interrupted_step_nothing_wrong_is_given_out():
         bench.step()
 
 
+def test_a_failure_between_the_start_of_a_call_and_its_tokens_ends_the_engine():
+    bench = Bench()
+    bench.scheduler.submit(Request([1, 2], max_tokens=9))
+    bench.step()
+    bench.step()
+    ahead = bench.scheduler._ahead
+    assert ahead is not None
+
+    def lost():
+        raise OSError("the device is gone")
+
+    bench.scheduler._ahead = ahead._replace(tokens=lost)
+    with pytest.raises(OSError, match=r"the device is gone"):
+        bench.step()
+    with pytest.raises(RuntimeError, match=r"an earlier step has not ended"):
+        bench.step()
+
+
+def test_what_is_cancelled_after_its_call_was_started_is_not_waited_for():
+    bench = Bench()
+    first = bench.scheduler.submit(Request([1, 2] * 9, max_tokens=9))
+    while bench.scheduler._ahead is None:
+        bench.step()
+    assert bench.scheduler.cancel(first)
+    assert bench.allocators[0].sequences == []
+    second = bench.scheduler.submit(request := Request([3] * 12, max_tokens=9))  # takes the row, and pages
+    started = len(bench.executor.calls)
+    bench.step()
+    assert bench.finish(first) == "cancelled"
+    assert ("read", started - 1) not in bench.executor.events
+    bench.run()
+    assert bench.tokens(second) == alone(request)
+
+
+def test_a_request_is_taken_in_at_once_though_a_call_was_started_ahead():
+    bench = Bench()
+    bench.scheduler.submit(Request([1] * 5, max_tokens=30))
+    for _ in range(4):
+        bench.step()
+    assert bench.scheduler._ahead is not None
+    number = bench.scheduler.submit(Request([2] * 3, max_tokens=1))
+    assert {output.request for output in bench.step()} == {0, number}
+
+
 def test_decoding_gives_a_token_every_step_under_a_flood_of_long_prompts():
     bench = Bench(pages=200)
     number = bench.scheduler.submit(Request([1], max_tokens=30))
