@@ -171,10 +171,10 @@ class Allocator:
         """Takes the page that the next token will need, before that is known.
 
         Nothing else changes: no prefix is evicted and no page copied. `grow` then uses the page, `take_back` and `end`
-        release it. A device that feeds the token now writes nothing that is kept, if it can take it back.
+        release it.
 
         Returns:
-            Whether the device may write the next token's history into `pages` now.
+            Whether the device may be fed the next token now; it must be able to take it back, if there is none.
 
         Raises:
             ValueError: no such sequence.

@@ -313,7 +313,7 @@ class Scheduler:
     def _promised(self, part: int) -> int:
         """Pages that a part's requests need for the tokens they have, at least one each: they would soon preempt.
 
-        A page that one has reserved counts, as it is no longer available.
+        A page that is reserved for one is no longer available, so it counts as given.
         """
         if not self._allocators[part].pool.size:  # a plain cache
             return 0
@@ -328,12 +328,11 @@ class Scheduler:
         )
 
     def _start(self) -> list[_Started]:
-        """Starts the calls of this step, but the one that was started ahead."""
-        started = [] if self._ahead is None else [self._ahead]
-        fed = {progress.id for call in started for progress in call.parts if progress.id in self._running}
-        if not fed:  # all gone
-            started = []
-        return started + [_Started(self._executor.start(call), parts) for call, parts in self._plan(fed)]
+        """Starts the calls of this step, if they were not started ahead."""
+        ahead = [] if self._ahead is None else [self._ahead]
+        fed = {progress.id for call in ahead for progress in call.parts} & self._running.keys()
+        calls = [_Started(self._executor.start(call), parts) for call, parts in self._plan(fed)]
+        return (ahead if fed else []) + calls
 
     def _start_ahead(self) -> _Started | None:
         """Starts the decode call of the next step, if nothing has to happen before that the host cannot know yet."""
