@@ -167,6 +167,30 @@ class Allocator:
         """Pages that `grow` takes for `count` more tokens."""
         return self._needed(self._get(sequence), count)[0]
 
+    def reserve(self, sequence: int) -> bool:
+        """Takes the page that the next token will need, before that is known.
+
+        Nothing else changes: no prefix is evicted and no page copied. `grow` then uses the page, `take_back` and `end`
+        release it.
+
+        Returns:
+            Whether the device may be fed the next token now; it must be able to take it back, if there is none.
+
+        Raises:
+            ValueError: no such sequence.
+        """
+        state = self._get(sequence)
+        needed, copied = self._needed(state, 1)
+        if copied is not None or needed > len(self.pool.free):
+            return False
+        state.pages += [self._acquire() for _ in range(needed)]
+        return True
+
+    def reserved(self, sequence: int) -> int:
+        """Pages of a sequence, 0 or 1, that its tokens do not need yet."""
+        state = self._get(sequence)
+        return len(state.pages) - self.tiers.history_pages(len(state.tokens))
+
     def grow(self, sequence: int, tokens: Sequence[int]) -> list[PageCopy]:
         """Adds tokens, and pages for those that leave the recent window.
 

@@ -80,7 +80,7 @@ class Driver:
     def step(self) -> None:
         """One operation, and every check."""
         live = self.allocator.sequences
-        names, weights = ["begin", "grow", "keep", "take_back", "end", "misuse"], [3, 12, 3, 3, 2, 1]
+        names, weights = ["begin", "grow", "reserve", "keep", "take_back", "end", "misuse"], [3, 12, 6, 3, 3, 2, 1]
         (name,) = self.random.choices(names, weights) if live else ["begin"]
         if name == "begin" and len(live) >= self._limit:
             name = "end"
@@ -118,6 +118,20 @@ class Driver:
         self.shadow.write(self.allocator.tokens(sequence), self.allocator.pages(sequence), stored)
         self._read(sequence)
 
+    def _reserve(self, sequence: int) -> None:
+        """Feeds a token ahead, which history shows nothing of: it is known later, or never."""
+        before, tree = self._state(), list(self.allocator.tree.tails)
+        tokens, pages = self.allocator.tokens(sequence), self.allocator.pages(sequence)
+        if not self.allocator.reserve(sequence):
+            self._verify(before == self._state())
+            self.counts["not reserved"] += 1
+            return
+        held = self.allocator.pages(sequence)
+        self._verify(held[: len(pages)] == pages and tree == list(self.allocator.tree.tails))
+        self._verify(self.allocator.needed(sequence, 1) == 0)
+        self.counts["page reserved"] += len(held) - len(pages)
+        self.shadow.write([*tokens, 0], held, len(tokens))
+
     def _keep(self, sequence: int) -> None:
         slot = self.allocator.keep(sequence)
         if slot is not None:
@@ -140,6 +154,7 @@ class Driver:
         calls = [
             lambda: self.allocator.end(unknown),
             lambda: self.allocator.grow(unknown, [1]),
+            lambda: self.allocator.reserve(unknown),
             lambda: self.allocator.keep(unknown),
             lambda: self.allocator.begin([]),
             lambda: pool.release(pool.size),

@@ -31,7 +31,7 @@ class EngineStats:
     """State of an engine on all its devices, and counts since its start.
 
     Attributes:
-        device_bytes: of its arrays as measured, the model's weights aside; `expected_bytes` by formula.
+        device_bytes: of its arrays of keys and values as measured; `expected_bytes` by formula.
         capacity_tokens: history tokens that the pool has room for; `capacity_tokens_bf16`: tokens of an ordinary
             bfloat16 cache in as many bytes as the whole engine takes.
         tokens_in_use, tokens_shared, tokens_idle: of the pool, in whole pages: of pages that sequences use, pages with
@@ -137,8 +137,10 @@ class Engine:
             raise ValueError(f"tails={tails}: expected at least 0.")
         self.shapes = shapes = shapes or Shapes.of(8)
         recent = (tiers or Tiers()).recent
-        if shapes.drafts + 2 > recent:
-            raise ValueError(f"drafts={shapes.drafts} with recent={recent}: expected at most {recent - 2}.")
+        if shapes.take_back + 2 > recent:
+            raise ValueError(
+                f"drafts={shapes.drafts} with recent={recent}: expected at most {recent - 2}, and recent at least 3."
+            )
         parts = 1 if mesh is None else mesh.shape[DATA]
         config = cache_config(
             decoder.config,
@@ -146,7 +148,7 @@ class Engine:
             tiers=tiers,
             plain_dtype=plain_dtype or decoder.dtype.name,
             batch=shapes.rows * parts,
-            step_tokens=shapes.drafts + 2,
+            step_tokens=shapes.take_back + 2,
             implementation=implementation,
             unroll_layers=unroll_layers,
             mesh=mesh,
@@ -161,7 +163,7 @@ class Engine:
             pages = shapes.rows * config.sequence_pages + 1
         self._codes, self._tails, self._pages = codes, tails * parts, parts * pages
         self._allocators = [
-            Allocator(config.tiers, pages=pages, tails=tails, take_back=shapes.drafts) for _ in range(parts)
+            Allocator(config.tiers, pages=pages, tails=tails, take_back=shapes.take_back) for _ in range(parts)
         ]
         config = dataclasses.replace(config, pages=self._pages if codes is not None else None)
         self._executor = JaxExecutor(decoder, config, codes, shapes=shapes, tails=tails)

@@ -1,7 +1,8 @@
 """The device of an engine: rows of plain tiers, one pool of history pages, and tails, as jax arrays.
 
 A call takes the rows it needs out of the plain tiers, runs the decoder on them and puts them back; a call of all rows
-works in place. Page table and lengths come with every call, so the device remembers nothing but K and V.
+works in place. Page table and lengths come with every call, so the device remembers nothing but K and V, and the token
+that it chose last for each row: a call may be started before the host has read that.
 
 On a mesh each part of its "data" axis has `shapes.rows` rows, its own pool and its own tails; a call feeds the same
 number of rows in each, under `shard_map`, so nothing of the cache ever leaves its device.
@@ -9,6 +10,7 @@ number of rows in each, under `shard_map`, so nothing of the cache ever leaves i
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -17,11 +19,11 @@ import numpy as np
 
 from oscar_jax import sharding
 from oscar_jax.cache import CacheConfig, KVCache, begin_step
-from oscar_jax.engine.scheduler import DeviceCall, Shapes
+from oscar_jax.engine.scheduler import LAST, DeviceCall, Shapes
 from oscar_jax.layer_codes import LayerCodes
 from oscar_jax.models.decoder import Decoder
 from oscar_jax.sampling import Sampling, choose, greedy
-from oscar_jax.sharding import HISTORY, PLAIN, ROWS
+from oscar_jax.sharding import EVERYWHERE, HISTORY, PLAIN, ROWS
 from oscar_jax.step import make_step
 from pallas_kernels.attention import PlainTiers
 from pallas_kernels.history import History
@@ -41,6 +43,7 @@ class JaxExecutor:
         plain: sinks `[L, rows, S, K, D]` and rings `[L, rows, R, K, D]` of all rows of all parts.
         tails: the same with a tail in place of a row.
         history: pages, None for a cache that stays plain.
+        last: int32 `[rows]`, the tokens chosen last.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class JaxExecutor:
         Args:
             decoder: the model.
             config: of a cache of `shapes.rows` sequences a part that can take back one token more than
-                `shapes.drafts`.
+                `shapes.take_back`.
             codes: transform codes of the model, None for a cache that stays plain.
             shapes: of the calls.
             tails: boundaries that can be kept in each part.
@@ -64,20 +67,21 @@ class JaxExecutor:
         Raises:
             ValueError: a config that does not fit the model, the codes or the shapes.
         """
-        if config.batch != shapes.rows * config.data_parts or config.step_tokens < shapes.drafts + 2:
+        if config.batch != shapes.rows * config.data_parts or config.step_tokens < shapes.take_back + 2:
             raise ValueError(
                 f"batch={config.batch}, step_tokens={config.step_tokens}: expected rows={shapes.rows} a part and at "
-                f"least {shapes.drafts + 2}, two more than the drafted tokens."
+                f"least {shapes.take_back + 2}, two more than are taken back."
             )
         step = make_step(decoder, config, codes)
         cache = step.init()
         self.config, self.shapes = step.config, shapes
         self.plain, self.history = cache.plain, cache.history
         slots = tails * config.data_parts
-        place = None if config.mesh is None else sharding.named(config.mesh, PLAIN)
+        place, rows = (None, None) if config.mesh is None else sharding.named(config.mesh, (PLAIN, ROWS))
         self.tails: PlainTiers = jax.tree.map(
             lambda x: jnp.zeros((x.shape[0], slots, *x.shape[2:]), x.dtype, device=place), cache.plain
         )
+        self.last = jnp.zeros(config.batch, jnp.int32, device=rows)
         self._decoder, self._codes = step.decoder, step.codes
         self._pages: list[list[int]] = [[] for _ in range(config.batch)]  # of each row, as `_tables` has them
         self._tables = np.full((config.batch, config.sequence_pages), -1, np.int32)
@@ -94,9 +98,27 @@ class JaxExecutor:
         assert self.history is not None  # without pages there is nothing to copy
         self.history = _copy_page(self.history, *self._places_of(row, target, source), config=self.config)
 
-    def run(self, call: DeviceCall) -> list[list[int]]:
-        places = self._places(call)
-        return self._choose(call, places, *self._logits(call, places))
+    def start(self, call: DeviceCall) -> Callable[[], list[list[int]]]:
+        places, width = self._places(call), call.width if call.every else 1
+        size = call.batch * self.config.data_parts * width
+        settings, indices = [GREEDY] * size, np.zeros(size, np.int64)
+        spans = []
+        for place, row in zip(places, call.rows, strict=True):
+            last = place * width + (len(row.tokens) if call.every else 1)
+            span = slice(last - row.draws, last)
+            settings[span] = [row.sampling or GREEDY] * row.draws  # type: ignore[list-item]
+            indices[span] = row.index + np.arange(row.draws)
+            spans.append(span)
+        chosen = self._chosen(call, places, settings, indices)
+        chosen.copy_to_host_async()
+
+        def drawn() -> list[list[int]]:
+            if not any(row.draws for row in call.rows):
+                return [[] for _ in spans]
+            tokens = sharding.on_host(chosen)
+            return [tokens[span].tolist() for span in spans]
+
+        return drawn
 
     def warm_up(self) -> None:
         """Compiles everything, without a trace in what is stored; call it while no request runs."""
@@ -106,12 +128,12 @@ class JaxExecutor:
         if self.history is not None:
             self.copy_page(0, 0, 0)
         for batch, width, every in self.shapes.calls():
-            logits, _ = self._logits(DeviceCall([], batch, width, every), [])
-            choose(logits, [WARM] * len(logits), np.zeros(len(logits), np.int64))
+            size = batch * self.config.data_parts * (width if every else 1)
+            self._chosen(DeviceCall([], batch, width, every), [], [WARM] * size, np.zeros(size, np.int64))
 
     @property
     def bytes(self) -> int:
-        """Bytes of all arrays that stay on the device, the model's weights aside."""
+        """Bytes of all arrays of keys and values."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves((self.plain, self.tails, self.history)))
 
     def _places_of(self, row: int, target: int, source: int) -> tuple[np.ndarray, np.ndarray]:
@@ -121,8 +143,10 @@ class JaxExecutor:
         to[part], of[part] = target, source
         return to, of
 
-    def _logits(self, call: DeviceCall, places: list[int]) -> tuple[jax.Array, jax.Array]:
-        """Logits and the most likely tokens of a call."""
+    def _chosen(
+        self, call: DeviceCall, places: list[int], settings: Sequence[Sampling], indices: np.ndarray
+    ) -> jax.Array:
+        """Next tokens of a call, one for each row of its logits; does not wait for them."""
         # Columns: tokens, their count, tokens stored before, row of the part, pages; one transfer for all of them.
         host = np.zeros((call.batch * self.config.data_parts, call.width + 3 + self.config.sequence_pages), np.int32)
         tokens, numbers, table = np.split(host, (call.width, call.width + 3), axis=1)
@@ -132,11 +156,15 @@ class JaxExecutor:
                 tokens[place, : len(row.tokens)] = row.tokens
             numbers[places] = [(len(row.tokens), row.start, row.row % self.shapes.rows) for row in call.rows]
             table[places] = self._table([(row.row, row.pages) for row in call.rows])
-        logits, likeliest, self.plain, self.history = _feed(
-            self._decoder, self._codes, self.plain, self.history, host,
+        logits, chosen, self.last, self.plain, self.history = _feed(
+            self._decoder, self._codes, self.last, self.plain, self.history, host,
             config=self.config, every=call.every, whole=call.batch == self.shapes.rows,
         )  # fmt: skip
-        return logits, likeliest
+        if any(sampling.temperature for sampling in settings):
+            chosen = choose(logits, settings, indices)
+            if not call.every:
+                chosen, self.last = _remember(self.last, chosen, numbers[:, 2].copy(), config=self.config)
+        return chosen
 
     def _table(self, pages: list[tuple[int, list[int]]]) -> np.ndarray:
         """Page ids of some rows, padded. Few rows change from step to step, and to compare them is cheap."""
@@ -157,22 +185,6 @@ class JaxExecutor:
             places.append(part * call.batch + used[part])
             used[part] += 1
         return places
-
-    def _choose(self, call: DeviceCall, places: list[int], logits: jax.Array, likeliest: jax.Array) -> list[list[int]]:
-        if not any(row.draws for row in call.rows):
-            return [[] for _ in call.rows]
-        width = call.width if call.every else 1
-        settings, indices = [GREEDY] * len(logits), np.zeros(len(logits), np.int64)
-        spans = []
-        for place, row in zip(places, call.rows, strict=True):
-            last = place * width + (len(row.tokens) if call.every else 1)
-            span = slice(last - row.draws, last)
-            settings[span] = [row.sampling or GREEDY] * row.draws  # type: ignore[list-item]
-            indices[span] = row.index + np.arange(row.draws)
-            spans.append(span)
-        drawn = any(sampling.temperature for sampling in settings)
-        chosen = sharding.on_host(choose(logits, settings, indices) if drawn else likeliest)
-        return [chosen[span].tolist() for span in spans]
 
 
 @partial(jax.jit, static_argnames="config", donate_argnums=0)
@@ -195,10 +207,25 @@ def _copy_page(history: History, to: jax.Array, of: jax.Array, *, config: CacheC
     return sharding.on_mesh(config.mesh, copy, inputs=(HISTORY, ROWS, ROWS), outputs=HISTORY)(history, to, of)
 
 
-@partial(jax.jit, static_argnames=("config", "every", "whole"), donate_argnames=("plain", "history"))
+@partial(jax.jit, static_argnames="config", donate_argnums=0)
+def _remember(
+    last: jax.Array, chosen: jax.Array, rows: jax.Array, *, config: CacheConfig
+) -> tuple[jax.Array, jax.Array]:
+    """The chosen tokens `[b]`, where every process can read them, and the last ones `[rows]` with these among them."""
+
+    def put(last: jax.Array, chosen: jax.Array, rows: jax.Array) -> jax.Array:
+        return last.at[rows].set(chosen, mode="drop")
+
+    last = sharding.on_mesh(config.mesh, put, inputs=(ROWS, ROWS, ROWS), outputs=ROWS)(last, chosen, rows)
+    chosen, last = sharding.constrained(config.mesh, (chosen, last), (EVERYWHERE, ROWS))
+    return chosen, last
+
+
+@partial(jax.jit, static_argnames=("config", "every", "whole"), donate_argnames=("last", "plain", "history"))
 def _feed(
     decoder: Decoder,
     codes: TransformCodes | LayerCodes | None,
+    last: jax.Array,
     plain: PlainTiers,
     history: History | None,
     host: jax.Array,
@@ -206,11 +233,13 @@ def _feed(
     config: CacheConfig,
     every: bool,
     whole: bool,
-) -> tuple[jax.Array, jax.Array, PlainTiers, History | None]:
-    """Logits `[b, V]` after each row's last token, or `[b T, V]` after every one, their greedy choice, the new tiers.
+) -> tuple[jax.Array, jax.Array, jax.Array, PlainTiers, History | None]:
+    """Logits `[b, V]` after each row's last token, or `[b T, V]` after every one, their greedy choice, the new state.
 
     Args:
-        host: int32 `[b, T + 3 + pages of a sequence]`, what the host sends: see `JaxExecutor._logits`.
+        last: int32 `[rows]`, the tokens chosen last, which take the place of `LAST`. Those after each row's last token
+            become the new ones; they stay as they are with `every`.
+        host: int32 `[b, T + 3 + pages of a sequence]`, what the host sends: see `JaxExecutor._chosen`.
     """
 
     def take(plain: PlainTiers, rows: jax.Array) -> PlainTiers:
@@ -219,10 +248,14 @@ def _feed(
     def put(plain: PlainTiers, part: PlainTiers, rows: jax.Array) -> PlainTiers:
         return jax.tree.map(lambda x, new: x.at[:, rows].set(new, mode="drop"), plain, part)
 
+    def fill(tokens: jax.Array, last: jax.Array, rows: jax.Array) -> jax.Array:
+        return jnp.where(tokens == LAST, jnp.take(last, rows, mode="clip")[:, None], tokens)
+
     host = sharding.constrained(config.mesh, host, ROWS)
     width = host.shape[1] - 3 - config.sequence_pages
     tokens, table = host[:, :width], host[:, width + 3 :]
     counts, starts, rows = (host[:, width + place] for place in range(3))
+    tokens = sharding.on_mesh(config.mesh, fill, inputs=(ROWS, ROWS, ROWS), outputs=ROWS)(tokens, last, rows)
     part = plain
     if not whole:
         part = sharding.on_mesh(config.mesh, take, inputs=(PLAIN, ROWS), outputs=PLAIN)(plain, rows)
@@ -233,15 +266,14 @@ def _feed(
     if every:
         hidden = hidden.reshape(-1, hidden.shape[-1])
     else:
-        last = jnp.maximum(counts - 1, 0)
-        hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+        end = jnp.maximum(counts - 1, 0)
+        hidden = jnp.take_along_axis(hidden, end[:, None, None], axis=1)[:, 0]
     part = cache.plain
     if not whole:
         part = sharding.on_mesh(config.mesh, put, inputs=(PLAIN, PLAIN, ROWS), outputs=PLAIN)(plain, part, rows)
     logits = decoder.logits(hidden)
-    return (
-        logits,
-        greedy(logits),
-        sharding.constrained(config.mesh, part, PLAIN),
-        sharding.constrained(config.mesh, cache.history, HISTORY),
-    )
+    chosen = greedy(logits)
+    if not every:
+        chosen, last = _remember(last, chosen, rows, config=config)
+    part, history = sharding.constrained(config.mesh, (part, cache.history), (PLAIN, HISTORY))
+    return logits, chosen, last, part, history

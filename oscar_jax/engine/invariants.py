@@ -45,7 +45,8 @@ def _check_sequence(allocator: Allocator, sequence: int) -> None:
         raise BrokenInvariant(f"sequence {sequence}: {sinks} sinks, {history} in history and {recents} recents.")
     if history and recents < tiers.recent:
         raise BrokenInvariant(f"sequence {sequence}: {recents} recents beside {history} in history.")
-    if len(pages) != -(-history // tiers.page) or len(set(pages)) != len(pages):
+    needed = -(-history // tiers.page)
+    if len(pages) not in (needed, tiers.history_pages(length + 1)) or len(set(pages)) != len(pages):
         raise BrokenInvariant(f"sequence {sequence}: pages {pages} for {history} tokens of history.")
 
 

@@ -6,6 +6,11 @@ arrival counted in steps: a short one overtakes long ones that came shortly befo
 those that come after it has waited as many steps as it has chunks. When pages run out, the request that would have
 been taken last gives up its row; it keeps its place in the order and goes on later with the token it was at.
 
+The device need not wait for the host: where every sequence that runs goes on with the token that is being drawn, or
+ends for its length, the decode call of the next step is started before the tokens of this one are read. All else is
+done when and as it would be without: a sequence that turns out to have ended (or is cancelled, or preempted) before is
+kept and released as if it had not been fed again, and what was drawn for it is dropped.
+
 The device may have several parts, each with rows, pages and tails of its own and an `Allocator` for them. They take
 from one queue, and a call feeds rows of all parts. A request stays with a part while it has a row.
 """
@@ -16,13 +21,16 @@ import dataclasses
 import heapq
 import numbers
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from oscar_jax.engine.allocator import Allocator
 from oscar_jax.engine.drafts import Drafter
 from oscar_jax.engine.pool import OutOfPages
 from oscar_jax.engine.request import Output, Progress, Request
+
+LAST = -1
+"""Among the tokens of a call: the one that the device drew last for that row, which the host does not know yet."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +75,11 @@ class Shapes:
         batches = [(*(size for size in powers if size < last), last) for last in (rows, most)]
         return cls(rows, batches[0], batches[1], tuple(sorted(set(chunks))), drafts)
 
+    @property
+    def take_back(self) -> int:
+        """Most stored tokens of a sequence that turn out to be wrong: drafted ones, or one that was fed ahead."""
+        return max(1, self.drafts)
+
     def calls(self) -> list[tuple[int, int, bool]]:
         """Rows, tokens, and whether every position's choice is asked for, of every call there can be."""
         widths = sorted({1, 1 + self.drafts})
@@ -80,7 +93,7 @@ class RowCall(NamedTuple):
     Attributes:
         row: of the device's batch, `part * shapes.rows` and the part's own row.
         start: tokens stored before.
-        tokens: to be stored.
+        tokens: to be stored; the only one may be `LAST`.
         pages: page ids of the sequence's history in its part's pool, those of the new tokens included.
         draws: after how many of the last tokens a next one is to be chosen.
         index: how many tokens have been generated before the first of those.
@@ -121,9 +134,16 @@ class Executor(Protocol):
         """Copies a page of history in all layers, of the part that the row is in."""
         ...
 
-    def run(self, call: DeviceCall) -> list[list[int]]:
-        """Feeds tokens, and returns the `draws` chosen next tokens of each row."""
+    def start(self, call: DeviceCall) -> Callable[[], list[list[int]]]:
+        """Feeds tokens, without waiting, and returns what waits for the `draws` chosen next tokens of each row."""
         ...
+
+
+class _Started(NamedTuple):
+    """A call that the device is at: what waits for its tokens, and whose they are."""
+
+    tokens: Callable[[], list[list[int]]]
+    parts: list[Progress]
 
 
 @dataclasses.dataclass
@@ -155,6 +175,7 @@ class Scheduler:
         max_length: int,
         tail_every: int = 4096,
         drafter: Callable[[], Drafter] | None = None,
+        ahead: bool = True,
     ):
         """
         Args:
@@ -166,6 +187,7 @@ class Scheduler:
             tail_every: a prefix is kept whenever a sequence has reached a multiple of so many tokens, beside the ends
                 of prompts and requests.
             drafter: makes a guesser for each request; None feeds one token a step.
+            ahead: without a drafter, start the next decode call before the tokens of this one are read.
 
         Raises:
             ValueError: too few pages, `tail_every` below 1, or a drafter without drafted tokens in `shapes`.
@@ -186,6 +208,8 @@ class Scheduler:
             list(range(part * shapes.rows, (part + 1) * shapes.rows)) for part in range(len(self._allocators))
         ]
         self._cancelled: list[Output] = []
+        self._may_start_ahead = ahead and drafter is None
+        self._ahead: _Started | None = None  # the next step's decode call
         self._stepping = False
 
     @property
@@ -252,9 +276,12 @@ class Scheduler:
         self._stepping = True
         outputs, self._cancelled = self._cancelled, []
         self._admit()
-        for call, parts in self._plan():
-            for progress, drawn in zip(parts, self._executor.run(call), strict=True):
-                outputs += self._store(progress, drawn)
+        started = self._start()
+        self._ahead = self._start_ahead()
+        drawn = [pair for tokens, parts in started for pair in zip(parts, tokens(), strict=True)]
+        for progress, tokens in sorted(drawn, key=lambda pair: pair[0].priority):
+            if progress.id in self._running:  # else fed ahead, and gone since
+                outputs += self._store(progress, tokens)
         self.counts.steps += 1
         self._stepping = False
         return outputs
@@ -284,18 +311,53 @@ class Scheduler:
         return min(fitting)[-1] if fitting else None
 
     def _promised(self, part: int) -> int:
-        """Pages that a part's requests need for the tokens they have, at least one each: they would soon preempt."""
+        """Pages that a part's requests need for the tokens they have, at least one each: they would soon preempt.
+
+        A page that is reserved for one is no longer available, so it counts as given.
+        """
         if not self._allocators[part].pool.size:  # a plain cache
             return 0
         allocator = self._allocators[part]
         return sum(
-            max(1, allocator.needed(other.sequence, len(other.tokens) - allocator.length(other.sequence)))
+            max(
+                1 - allocator.reserved(other.sequence),
+                allocator.needed(other.sequence, len(other.tokens) - allocator.length(other.sequence)),
+            )
             for other in self._running.values()
             if other.part == part
         )
 
-    def _plan(self) -> list[tuple[DeviceCall, list[Progress]]]:
-        """The calls of this step; their tokens have pages already."""
+    def _start(self) -> list[_Started]:
+        """Starts the calls of this step, if they were not started ahead."""
+        ahead = [] if self._ahead is None else [self._ahead]
+        fed = {progress.id for call in ahead for progress in call.parts} & self._running.keys()
+        calls = [_Started(self._executor.start(call), parts) for call, parts in self._plan(fed)]
+        return (ahead if fed else []) + calls
+
+    def _start_ahead(self) -> _Started | None:
+        """Starts the decode call of the next step, if nothing has to happen before that the host cannot know yet."""
+        if not self._may_start_ahead:
+            return None
+        rows = []
+        for progress in sorted(self._running.values(), key=lambda progress: progress.priority):
+            allocator = self._allocators[progress.part]
+            stored = allocator.length(progress.sequence)
+            if stored < len(progress.tokens) or self._at_boundary(progress):  # a prompt, or something to keep
+                return None
+            generated = len(progress.tokens) + 1 - len(progress.request.prompt)
+            if generated >= progress.request.max_tokens:
+                continue
+            if not allocator.reserve(progress.sequence):
+                return None
+            row = self._row_call(progress, stored, [LAST])._replace(draws=1, index=generated)
+            rows.append((progress, row))
+        if not rows:
+            return None
+        call, parts = self._call(rows, self._shapes.decode_batches, 1, every=False)
+        return _Started(self._executor.start(call), parts)
+
+    def _plan(self, fed: Collection[int]) -> list[tuple[DeviceCall, list[Progress]]]:
+        """The calls of this step; their tokens have pages already, and those of requests `fed` are left out."""
         decode: list[tuple[Progress, RowCall]] = []
         prefill: list[tuple[Progress, RowCall]] = []
         prefills = [0] * len(self._allocators)
@@ -308,7 +370,7 @@ class Scheduler:
             if not decodes and prefills[part] == self._shapes.prefill_batches[-1]:
                 continue
             tokens = self._next_tokens(progress, stored, decodes)
-            if not self._grow(progress, tokens):
+            if not self._grow(progress, tokens) or progress.id in fed:
                 continue
             (decode if decodes else prefill).append((progress, self._row_call(progress, stored, tokens)))
             prefills[part] += not decodes
@@ -410,14 +472,18 @@ class Scheduler:
             if fed:
                 allocator.take_back(sequence, len(fed) - (len(new) - 1))
                 self.counts.drafts_accepted += len(new) - 1
-        stored = allocator.length(sequence)
-        prompt_ends = stored == len(progress.request.prompt)
-        if finish or prompt_ends or stored // self._tail_every > progress.kept // self._tail_every:
+        if finish or self._at_boundary(progress):
             self._keep(progress)
         if finish:
             self._leave(progress)
             self.counts.finished += 1
         return [Output(progress.id, new, finish)] if new else []
+
+    def _at_boundary(self, progress: Progress) -> bool:
+        """Whether the tokens stored are to be kept, wherever the request goes on."""
+        stored = self._allocators[progress.part].length(progress.sequence)
+        prompt_ends = stored == len(progress.request.prompt)
+        return prompt_ends or stored // self._tail_every > progress.kept // self._tail_every
 
 
 def _fitting(sizes: Sequence[int], least: int) -> int:

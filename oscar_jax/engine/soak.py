@@ -41,6 +41,7 @@ def soak(
     *,
     seed: int = 0,
     rows: int = 16,
+    drafts: int = 3,
     pages: int | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> dict[str, int | float]:
@@ -49,6 +50,7 @@ def soak(
     Args:
         requests: how many.
         rows: at once, in each part of the mesh; calls of all rows, so the same ones together and alone.
+        drafts: most drafted tokens a step; with 0, calls are started ahead.
         pages: of the pool, in each part; None for so few that some requests are preempted.
         mesh: of the engine.
 
@@ -61,7 +63,7 @@ def soak(
     began = time.perf_counter()
     decoder = random_decoder(CONFIG, seed=seed)
     codes = calibrated(decoder, seed=seed)
-    shapes = Shapes(rows, (rows,), (2,), (64,), drafts=3)
+    shapes = Shapes(rows, (rows,), (2,), (64,), drafts=drafts)
     options: dict[str, Any] = {"max_length": 1024, "tiers": TIERS, "plain_dtype": "float32", "shapes": shapes}
     pages = pages or max(PAGES, int(ROW_PAGES * rows))
     engine = Engine(decoder, codes, pages=pages, tails=48, tail_every=128, mesh=mesh, **options)

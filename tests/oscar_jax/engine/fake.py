@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 
 from oscar_jax.engine.allocator import Allocator
 from oscar_jax.engine.invariants import check
 from oscar_jax.engine.request import Output, Request
-from oscar_jax.engine.scheduler import DeviceCall, RowCall, Scheduler, Shapes
+from oscar_jax.engine.scheduler import LAST, DeviceCall, RowCall, Scheduler, Shapes
 from pallas_kernels.tiers import Tiers
 
 TIERS = Tiers(sink=2, recent=4, group=2, page=4)
@@ -40,15 +41,18 @@ class FakeExecutor:
 
     Attributes:
         calls: shapes of the calls so far.
+        events: "start" and "read" with the number of the call, in their order.
     """
 
     def __init__(self, shapes: Shapes, tiers: Tiers = TIERS, *, parts: int = 1):
         self.shapes, self.tiers = shapes, tiers
-        self.ring = tiers.ring(shapes.drafts + 2)
+        self.ring = tiers.ring(shapes.take_back + 2)
         self.rows: list[dict[int, int]] = [{} for _ in range(shapes.rows * parts)]
         self.pages: dict[tuple[int, int, int], int] = {}
         self.tails: dict[tuple[int, int], dict[int, int]] = {}
+        self.last: list[int | None] = [None] * (shapes.rows * parts)
         self.calls: list[tuple[int, int]] = []
+        self.events: list[tuple[str, int]] = []
 
     def restore(self, row: int, slot: int) -> None:
         self.rows[row] = dict(self.tails[self._part(row), slot])
@@ -64,12 +68,20 @@ class FakeExecutor:
     def _part(self, row: int) -> int:
         return row // self.shapes.rows
 
-    def run(self, call: DeviceCall) -> list[list[int]]:
+    def start(self, call: DeviceCall) -> Callable[[], list[list[int]]]:
         assert (call.batch, call.width, call.every) in self.shapes.calls()
         assert max(Counter(self._part(row.row) for row in call.rows).values()) <= call.batch
         assert len({row.row for row in call.rows}) == len(call.rows)
+        number = len(self.calls)
         self.calls.append((call.batch, call.width))
-        return [self._feed(row, call) for row in call.rows]
+        self.events.append(("start", number))
+        chosen = [self._feed(row, call) for row in call.rows]
+
+        def drawn() -> list[list[int]]:
+            self.events.append(("read", number))
+            return chosen
+
+        return drawn
 
     def _feed(self, row: RowCall, call: DeviceCall) -> list[int]:
         assert 1 <= len(row.tokens) <= call.width
@@ -77,6 +89,11 @@ class FakeExecutor:
         chosen = []
         for place, token in enumerate(row.tokens):
             position = row.start + place
+            if token == LAST:
+                known = self.last[row.row]
+                assert known is not None  # drawn in a call before
+                assert call.width == 1
+                token = known
             for j in range(self.tiers.history_end(position - 1), self.tiers.history_end(position)):
                 page, offset = divmod(j - self.tiers.sink, self.tiers.page)
                 self.pages[self._part(row.row), row.pages[page], offset] = self._plain(row.row, j)
@@ -85,6 +102,7 @@ class FakeExecutor:
             if place >= len(row.tokens) - row.draws:
                 index = row.index + place - (len(row.tokens) - row.draws)
                 chosen.append(choice(self._seen(row, position), index, row.sampling))
+        self.last[row.row] = chosen[-1] if chosen and not call.every else None
         return chosen
 
     def _plain(self, row: int, position: int) -> int:
@@ -110,7 +128,7 @@ class Bench:
     """
 
     def __init__(self, *, pages=24, tails=6, shapes=SHAPES, max_length=64, parts=1, **options):
-        self.allocators = [Allocator(TIERS, pages=pages, tails=tails, take_back=shapes.drafts) for _ in range(parts)]
+        self.allocators = [Allocator(TIERS, pages=pages, tails=tails, take_back=shapes.take_back) for _ in range(parts)]
         self.executor = FakeExecutor(shapes, parts=parts)
         self.scheduler = Scheduler(self.allocators, self.executor, shapes, max_length=max_length, **options)
         self.outputs: list[Output] = []

@@ -157,6 +157,46 @@ def test_more_boundaries_than_tails_evict_the_oldest():
     assert without.keep(fed(without, PROMPT)[0].sequence) is None
 
 
+def test_a_reserved_page_is_used_by_the_next_token_or_given_back():
+    allocator = new(pages=6)
+    first, _ = fed(allocator, PROMPT[:13])  # a page and two rows of the next: the 16th needs another
+    assert allocator.reserve(first.sequence)
+    assert (allocator.reserved(first.sequence), len(allocator.pool.free)) == (0, 4)
+    allocator.grow(first.sequence, PROMPT[13:15])
+    for _ in range(2):
+        assert allocator.reserve(first.sequence)
+        check(allocator)
+        assert (allocator.reserved(first.sequence), len(allocator.pool.free)) == (1, 3)
+    pages = allocator.pages(first.sequence)
+    assert allocator.needed(first.sequence, 1) == 0
+    assert allocator.grow(first.sequence, PROMPT[15:16]) == []
+    assert (allocator.pages(first.sequence), allocator.reserved(first.sequence)) == (pages, 0)
+    allocator.grow(first.sequence, PROMPT[16:19])
+    assert allocator.reserve(first.sequence)
+    slot = allocator.keep(first.sequence)
+    allocator.end(first.sequence)
+    check(allocator)
+    assert (len(allocator.pool.free), allocator.pool.idle) == (3, 3)  # the reserved one is not kept
+    assert allocator.begin([*PROMPT[:19], 7])[1:] == (19, slot)
+
+
+def test_nothing_is_reserved_by_evicting_or_copying():
+    allocator = new(pages=6)
+    begun, _ = fed(allocator, PROMPT[:16])
+    allocator.keep(begun.sequence)
+    allocator.end(begun.sequence)
+    other, _ = fed(allocator, [9] * 15)
+    third, _ = fed(allocator, [8] * 8)
+    assert (len(allocator.pool.free), allocator.pool.idle) == (0, 3)
+    assert not allocator.reserve(other.sequence)
+    assert allocator.stats().evictions == 0
+    assert allocator.reserve(third.sequence)  # needs none
+    allocator.grow(third.sequence, [8])
+    allocator.keep(third.sequence)
+    assert not allocator.reserve(third.sequence)  # its page is a prefix's too
+    assert allocator.stats().copies == 0
+
+
 def test_equal_hashes_of_different_tokens_are_not_a_hit():
     allocator = new(chain=lambda block: 1)
     first, _ = fed(allocator, [1] * 12)
@@ -177,6 +217,7 @@ def test_refusals_change_nothing_and_say_why():
         (lambda: allocator.grow(begun.sequence, [1] * 40), OutOfPages, r"40 more tokens need 10 pages, .* the 2 avail"),
         (lambda: allocator.take_back(begun.sequence, 4), ValueError, r"count=4: expected 0 to 3"),
         (lambda: allocator.take_back(begun.sequence, -1), ValueError, r"count=-1: expected 0 to 3"),
+        (lambda: allocator.reserve(77), ValueError, r"sequence 77: expected one that has begun"),
         (lambda: allocator.end(77), ValueError, r"sequence 77: expected one that has begun"),
         (lambda: allocator.begin([]), ValueError, r"tokens is empty"),
         (lambda: allocator.begin(odd), ValueError, r"tokens=\[1, 2.5\]: expected token ids, whole numbers"),
@@ -262,7 +303,7 @@ class Machine(RuleBasedStateMachine):
         self.driver._feed(self.live[pick % len(self.live)], [0] * count)
 
     @precondition(lambda self: self.live)
-    @rule(pick=st.integers(0, 99), name=st.sampled_from(["keep", "take_back", "end", "misuse"]))
+    @rule(pick=st.integers(0, 99), name=st.sampled_from(["reserve", "keep", "take_back", "end", "misuse"]))
     def other(self, pick, name):
         getattr(self.driver, f"_{name}")(self.live[pick % len(self.live)])
 

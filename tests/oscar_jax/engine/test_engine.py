@@ -5,6 +5,8 @@ One engine serves nearly all tests, since its programs take long to compile.
 
 from __future__ import annotations
 
+import dataclasses
+import random
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from oscar_jax.engine import Engine, PromptLookup, Request, Shapes, sizes
+from oscar_jax.engine import Engine, Output, PromptLookup, Request, Shapes, sizes
 from oscar_jax.engine.compilations import compilations
 from oscar_jax.engine.executor import JaxExecutor
 from oscar_jax.engine.invariants import check
@@ -130,6 +132,61 @@ def test_a_draft_model_is_believed_where_it_is_right_and_changes_no_token(engine
     assert compilations() == before
     stats = drafted.stats()
     assert 0.5 < stats.drafts_accepted / stats.drafted < 1
+
+
+def test_calls_started_ahead_change_no_token_and_nothing_that_is_kept(decoder, alone):
+    """Step by step the same as without, down to the bits of kept prefixes, though stops are known late."""
+    shapes = Shapes(rows=3, decode_batches=(1, 3), prefill_batches=(2,), chunks=(16,))
+    options = OPTIONS | {"shapes": shapes, "pages": PAGES - 2, "tails": 6, "tail_every": 32}
+    engines = [Engine(decoder, codes(), **options) for _ in range(2)]
+    engines[0]._scheduler._may_start_ahead = False
+    engines[0].warm_up()
+    before, rng = compilations(), random.Random(2)
+    wanted: list[Request] = []
+    outputs: list[Output] = []
+    late = 0
+    while len(wanted) < 200 or not engines[0].idle:
+        if len(wanted) < 200 and rng.random() < 0.2:
+            for _ in range(3):
+                wanted.append(random_request(rng))
+                assert len({engine.submit(wanted[-1]) for engine in engines}) == 1
+        if wanted and rng.random() < 0.02:
+            victim = rng.randrange(max(0, len(wanted) - 4), len(wanted))
+            assert len({engine.cancel(victim) for engine in engines}) == 1
+        first, second = (engine.step() for engine in engines)
+        assert first == second
+        outputs += second
+        scheduler = engines[1]._scheduler
+        if scheduler._ahead is not None:
+            late += any(progress.id not in scheduler._running for progress in scheduler._ahead.parts)
+    assert compilations() == before
+    first, second = (engine.stats() for engine in engines)
+    assert dataclasses.replace(first, compilations=0) == dataclasses.replace(second, compilations=0)
+    assert late
+    assert second.preemptions
+    assert second.prefix_hits
+    assert second.cancelled
+    tails = [list(engine._allocators[0].tree.tails) for engine in engines]
+    for pair in zip(*tails, strict=True):
+        for left, right in zip(*map(_stored, engines, pair), strict=True):
+            np.testing.assert_array_equal(left, right)
+    ended = {output.request for output in outputs if output.finish in ("stop", "length")}
+    for number in sorted(ended)[::6]:
+        got = [token for output in outputs if output.request == number for token in output.tokens]
+        assert got == alone(wanted[number])
+
+
+def random_request(rng: random.Random) -> Request:
+    """Half of them sampled, some with stop rules that hold often; many begin alike."""
+    length = rng.choice((rng.randrange(1, 50), 50))
+    shared = rng.choice((0, length // 2, length))
+    return Request(
+        [*tokens(50, 50)[rng.randrange(2)][:shared], *(rng.randrange(96) for _ in range(length - shared))],
+        max_tokens=rng.choice((rng.randrange(1, 40), 46)),
+        sampling=rng.choice((None, SAMPLED)),
+        stop_tokens=rng.choice(((), tuple(range(0, 96, 24)))),
+        stop_sequences=rng.choice(((), tuple((n,) for n in range(1, 96, 24)))),
+    )
 
 
 def test_generated_tokens_are_found_by_the_next_turn(engine, alone):

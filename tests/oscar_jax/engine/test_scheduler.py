@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -66,6 +67,98 @@ def test_outputs_equal_those_alone_through_preemption_cancels_and_hits(drafter, 
     assert cancelled
     assert any(allocator.stats().hits for allocator in bench.allocators) == (tails > 0)
     assert (counts.drafts_accepted > 0) == (drafter is not None)
+
+
+def test_the_next_call_is_started_before_the_tokens_of_this_one_are_read():
+    bench = Bench()
+    numbers = [bench.scheduler.submit(Request([n] * 4, max_tokens=5)) for n in range(2)]
+    bench.step()  # both prompts, which are kept before they go on
+    assert bench.executor.events == [("start", 0), ("read", 0)]
+    bench.executor.events.clear()
+    bench.run()
+    assert bench.executor.events == [
+        ("start", 1), ("start", 2), ("read", 1), ("start", 3), ("read", 2), ("start", 4), ("read", 3), ("read", 4),
+    ]  # fmt: skip
+    assert [bench.finish(number) for number in numbers] == ["length"] * 2
+
+
+@pytest.mark.parametrize(("pages", "parts"), [(17, 1), (24, 1), (80, 1), (17, 3)])
+@pytest.mark.parametrize("tails", [0, 2, 12])
+def test_every_step_gives_and_keeps_what_it_does_if_none_is_started_ahead(pages, parts, tails):
+    """Stops, cancels, preemptions, hits; and rings with no room but for the one token that may be taken back."""
+    rng = random.Random(f"{pages} {parts} {tails}")
+    shapes = Shapes.of(4, prefill_rows=2, chunks=(4, 9))
+    benches = [
+        Bench(pages=pages, tails=tails, parts=parts, shapes=shapes, tail_every=16, ahead=ahead)
+        for ahead in (False, True)
+    ]
+    requests: list[Request] = []
+    ahead = dropped = 0
+    while len(requests) < 200 or not benches[0].scheduler.idle:
+        for _ in range(rng.choice((0, 0, 0, 0, 0, 3)) if len(requests) < 200 else 0):
+            request = random_request(rng)
+            if requests and rng.random() < 0.4:  # again, just what was stored of it, or on from there
+                earlier = rng.randrange(len(requests))
+                tokens = benches[0].tokens(earlier)
+                text = [*requests[earlier].prompt, *rng.choice(([], tokens[:-1], [*tokens, 1]))]
+                request = Request(text[:40], max_tokens=9, stop_tokens=(3,))
+            requests.append(request)
+            assert len({bench.scheduler.submit(request) for bench in benches}) == 1
+        if requests and rng.random() < 0.1:
+            victim = rng.randrange(max(0, len(requests) - 6), len(requests))
+            assert len({bench.scheduler.cancel(victim) for bench in benches}) == 1
+        first, second = (sorted(bench.step(), key=lambda output: output.request) for bench in benches)
+        assert first == second
+        assert state(benches[0]) == state(benches[1])
+        call = benches[1].scheduler._ahead
+        if call is not None:
+            ahead += 1
+            dropped += not all(progress.id in benches[1].scheduler._running for progress in call.parts)
+    for number, request in enumerate(requests):
+        if benches[1].finish(number) != "cancelled":
+            assert benches[1].tokens(number) == alone(request)
+    counts = benches[1].scheduler.counts
+    assert ahead > 30
+    assert dropped
+    assert counts.cancelled
+    assert counts.preemptions or pages > 17
+
+
+def test_what_a_stop_token_leaves_is_hit_although_one_more_was_fed():
+    """At every place in groups and pages; asked for again as it is, the last token stored is fed again."""
+    sampled: Any = 7  # the fake model then looks at all tokens
+    for length in range(1, 30):
+        prompt = [random.Random(length + n).randrange(5) for n in range(length)]
+        new = alone(Request(prompt, max_tokens=12, sampling=sampled))
+        for token in set(new):
+            bench = Bench(shapes=Shapes.of(4, prefill_rows=2, chunks=(4, 9)))
+            number = bench.scheduler.submit(Request(prompt, max_tokens=13, sampling=sampled, stop_tokens=[token]))
+            bench.run()
+            stopped = bench.tokens(number)
+            assert stopped == new[: new.index(token) + 1]
+            for again in (stopped[:-1], stopped):
+                request = Request([*prompt, *again], max_tokens=3, sampling=sampled)
+                number = bench.scheduler.submit(request)
+                bench.run()
+                assert bench.tokens(number) == alone(request)
+            assert bench.allocators[0].stats().tokens_hit >= len(prompt) + len(stopped) - 2
+
+
+def state(bench: Bench) -> list[object]:
+    """Of the scheduler and its allocators, page ids and reserved pages aside."""
+    found: list[object] = [dataclasses.asdict(bench.scheduler.counts), bench.scheduler.running]
+    for allocator in bench.allocators:
+        reserved = sum(map(allocator.reserved, allocator.sequences))
+        stats = allocator.stats()
+        stats = dataclasses.replace(stats, pages_free=stats.pages_free + reserved)
+        kept = []
+        for tail in allocator.tree.tails:
+            node, text = tail.node, tail.rest
+            while node.parent is not None:
+                node, text = node.parent, node.tokens + text
+            kept.append(text)
+        found += [stats, kept, sorted(map(allocator.tokens, allocator.sequences))]
+    return found
 
 
 def test_a_preempted_request_goes_on_with_the_token_it_was_at():
@@ -162,6 +255,50 @@ def test_after_an_interrupted_step_nothing_wrong_is_given_out():
         bench.step()
     with pytest.raises(RuntimeError, match=r"an earlier step has not ended .* expected a new engine"):
         bench.step()
+
+
+def test_a_failure_between_the_start_of_a_call_and_its_tokens_ends_the_engine():
+    bench = Bench()
+    bench.scheduler.submit(Request([1, 2], max_tokens=9))
+    bench.step()
+    bench.step()
+    ahead = bench.scheduler._ahead
+    assert ahead is not None
+
+    def lost():
+        raise OSError("the device is gone")
+
+    bench.scheduler._ahead = ahead._replace(tokens=lost)
+    with pytest.raises(OSError, match=r"the device is gone"):
+        bench.step()
+    with pytest.raises(RuntimeError, match=r"an earlier step has not ended"):
+        bench.step()
+
+
+def test_what_is_cancelled_after_its_call_was_started_is_not_waited_for():
+    bench = Bench()
+    first = bench.scheduler.submit(Request([1, 2] * 9, max_tokens=9))
+    while bench.scheduler._ahead is None:
+        bench.step()
+    assert bench.scheduler.cancel(first)
+    assert bench.allocators[0].sequences == []
+    second = bench.scheduler.submit(request := Request([3] * 12, max_tokens=9))  # takes the row, and pages
+    started = len(bench.executor.calls)
+    bench.step()
+    assert bench.finish(first) == "cancelled"
+    assert ("read", started - 1) not in bench.executor.events
+    bench.run()
+    assert bench.tokens(second) == alone(request)
+
+
+def test_a_request_is_taken_in_at_once_though_a_call_was_started_ahead():
+    bench = Bench()
+    bench.scheduler.submit(Request([1] * 5, max_tokens=30))
+    for _ in range(4):
+        bench.step()
+    assert bench.scheduler._ahead is not None
+    number = bench.scheduler.submit(Request([2] * 3, max_tokens=1))
+    assert {output.request for output in bench.step()} == {0, number}
 
 
 def test_decoding_gives_a_token_every_step_under_a_flood_of_long_prompts():

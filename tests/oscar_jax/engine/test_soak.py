@@ -25,8 +25,9 @@ def test_two_hundred_random_requests_equal_themselves_alone(capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_requests_on_a_mesh_equal_themselves_alone_on_it():
-    result = soak(60, rows=4, mesh=make_mesh(data=2, tensor=2))
+@pytest.mark.parametrize("drafts", [3, 0])
+def test_requests_on_a_mesh_equal_themselves_alone_on_it(drafts):
+    result = soak(60, rows=4, drafts=drafts, mesh=make_mesh(data=2, tensor=2))
     assert passed(result)
     assert result["compilations"] == 0
     assert result["preemptions"]
