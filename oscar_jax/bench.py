@@ -61,10 +61,11 @@ def run(args: argparse.Namespace) -> int:
 def _soak(args: argparse.Namespace) -> int:
     from oscar_jax.engine.soak import COUNTS, passed, soak  # brings the whole engine
 
-    found = soak(args.requests, seed=args.seed, rows=args.rows, pages=args.pages)
+    found = soak(args.requests, seed=args.seed, rows=args.rows, drafts=args.drafts, pages=args.pages)
     if args.out:
-        pages = f" --pages {args.pages}" if args.pages else ""
-        command = f"oscar-jax bench soak --requests {args.requests} --rows {args.rows}{pages} --seed {args.seed}"
+        options = {"requests": args.requests, "rows": args.rows, "drafts": args.drafts, "seed": args.seed}
+        options |= {"pages": args.pages} if args.pages else {}
+        command = " ".join(["oscar-jax bench soak", *(f"--{name} {value}" for name, value in options.items())])
         device = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
         Path(args.out).write_text(json.dumps({"command": command, **found, **device}, indent=1) + "\n")
     counts = {name: found[name] for name in COUNTS}

@@ -451,6 +451,13 @@ def _add_bench(commands: Any) -> None:
     soak.add_argument("--requests", type=_positive, default=2000, metavar="N", help="default: %(default)s")
     soak.add_argument("--rows", type=_positive, default=16, metavar="N", help="at once (default: %(default)s)")
     soak.add_argument(
+        "--drafts",
+        type=_non_negative,
+        default=3,
+        metavar="N",
+        help="drafted tokens a step; 0: steps are started ahead instead (default: %(default)s)",
+    )
+    soak.add_argument(
         "--pages", type=_positive, metavar="N", help="of the pool (default: 34, more for 24 rows or more)"
     )
     soak.add_argument("--seed", type=_non_negative, default=0, metavar="N", help="default: %(default)s")
