@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention import attend, triton
+from pallas_kernels.attention import attend, triton, xla
 from pallas_kernels.tiers import Tiers
 from tests.pallas_kernels.states import Case, build, codes_of, error, kernel_state
 
@@ -103,7 +103,24 @@ def outputs(case, codes, state, **options):
 def test_interpreted_kernels_equal_the_definition(name):
     case = INTERPRETED[name]
     codes, state = kernel_state(case)
-    assert error(case, outputs(case, codes, state, interpret=True), state) < TOLERANCE[case.dtype]
+    state = dataclasses.replace(state, q=state.q.astype(case.dtype))
+    wide = dataclasses.replace(state, q=state.q.astype(jnp.float32))
+    assert error(case, outputs(case, codes, state, interpret=True), wide) < TOLERANCE[case.dtype]
+
+
+def test_sixteen_rows_that_see_no_history_keep_their_plain_tokens():
+    """q' is zero where q . mu is not: in units of q', the number that masks a logit would be a small one."""
+    small = case(starts=(13,), tokens=4, bucket=None, q_heads=3, kv_heads=1)
+    codes, state = kernel_state(small)
+    decode, mu = np.array(codes.key.decode), np.array(codes.key.mu)
+    decode[..., 0], mu[..., 0] = 0, 80
+    codes = dataclasses.replace(codes, key=dataclasses.replace(codes.key, decode=decode, mu=mu))
+    query = jnp.zeros_like(state.q).at[..., 0].set(130).astype(small.dtype)
+    plain = build(small, codes_of(small)).history
+    got = outputs(small, codes, dataclasses.replace(state, q=query), interpret=True)
+    arguments = (query, state.k, state.v, state.plain, plain)
+    want = xla.attend(*arguments, codes=codes, tiers=small.tiers, spec=small.spec, **state.arguments)
+    np.testing.assert_allclose(got, np.asarray(want, np.float32), rtol=2**-7, atol=TOLERANCE[small.dtype])
 
 
 @pytest.mark.parametrize(

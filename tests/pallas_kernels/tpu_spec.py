@@ -1,7 +1,7 @@
 """Configurations of the TPU kernels that are compiled: every pair of values of the axes in CI, a full grid by command.
 
-`nice python -m tests.pallas_kernels.tpu_spec benchmarks/results/tpu-grid.jsonl` compiles the grid for every chip, half
-an hour or more on one core, and adds a line of JSON for each case that the file does not have yet.
+`nice python -m tests.pallas_kernels.tpu_spec benchmarks/results/tpu-grid.jsonl` compiles the grid for every chip, an
+hour and a half on one core, and adds a line of JSON for each case that the file does not have yet.
 """
 
 import argparse

@@ -24,7 +24,7 @@ from pallas_kernels.attention.triton import ops
 from pallas_kernels.attention.triton.tiles import Partial, Query, Reads, Seen, Tile
 from pallas_kernels.storage import loaded
 
-HEADROOM = 15.0  # powers of two below the largest fp16
+HEADROOM = 15.0  # weights reach 2^15, half the largest fp16
 
 
 def operand_place(row: jax.Array, byte: jax.Array) -> jax.Array:
@@ -107,8 +107,11 @@ class Halves:
             if plan.spec.softcap is not None:
                 x = ops.fma(plan, x, unit[:, None], numbers.shift[:, None])
                 x = plan.spec.softcap * ops.LOG2E * jnp.tanh(x)
-            logits.append(x if seen is None else jnp.where(seen.parts[i], x, ops.MASKED))
+            logits.append(x)
         unit = unit if plan.spec.softcap is None else jnp.ones_like(unit)
+        if seen is not None:
+            masked = (ops.MASKED / unit)[:, None]
+            logits = [jnp.where(mask, x, masked) for mask, x in zip(seen.parts, logits, strict=True)]
 
         scales = loaded(at.value_scale).astype(jnp.float32)
         scales = scales if seen is None else jnp.where(seen.tokens, scales, 0.0)

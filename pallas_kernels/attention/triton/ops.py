@@ -138,7 +138,7 @@ def rotary_of(codes: TransformCodes) -> tuple[int, bool] | None:
 class Numbers(NamedTuple):
     """What `_prepare` hands over for each bucket and query row, fp32 `[R]`.
 
-    The logit of slots c under fixed-point query x is `(unit x . plane(c) + constant) scale + sigma offset + shift`,
+    The logit of slots c under a rounded query x is `(unit x . plane(c) + constant) scale + sigma offset + shift`,
     with `sigma offset` in `constant` where the offset is implied.
     """
 
