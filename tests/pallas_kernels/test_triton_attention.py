@@ -99,13 +99,17 @@ def outputs(case, codes, state, **options):
     return np.asarray(run(*arguments, tiers=case.tiers, spec=case.spec, **state.arguments, **options), np.float32)
 
 
-@pytest.mark.parametrize("name", INTERPRETED)
-def test_interpreted_kernels_equal_the_definition(name):
-    case = INTERPRETED[name]
+def assert_definition(case, **options):
+    """With queries of the plain tokens' dtype."""
     codes, state = kernel_state(case)
     state = dataclasses.replace(state, q=state.q.astype(case.dtype))
     wide = dataclasses.replace(state, q=state.q.astype(jnp.float32))
-    assert error(case, outputs(case, codes, state, interpret=True), wide) < TOLERANCE[case.dtype]
+    assert error(case, outputs(case, codes, state, **options), wide) < TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_interpreted_kernels_equal_the_definition(name):
+    assert_definition(INTERPRETED[name], interpret=True)
 
 
 def test_sixteen_rows_that_see_no_history_keep_their_plain_tokens():
@@ -175,11 +179,7 @@ def test_without_a_gpu_the_reason_is_named():
 @pytest.mark.parametrize("name", CASES)
 def test_attention_equals_the_definition_on_the_device(name):
     """Pools are poisoned: NaN in every plain place, 0xFF slots, NaN scales, and garbage in the page table."""
-    case = CASES[name]
-    codes, state = kernel_state(case)
-    state = dataclasses.replace(state, q=state.q.astype(case.dtype))
-    wide = dataclasses.replace(state, q=state.q.astype(jnp.float32))
-    assert error(case, outputs(case, codes, state), wide) < TOLERANCE[case.dtype]
+    assert_definition(CASES[name])
 
 
 @pytest.mark.gpu

@@ -30,8 +30,7 @@ from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
 
 TILE, TILE_OF_HALVES = 128, 64
-MAX_ROWS = 8  # query rows of a program, of bytes; 16 would need more registers than there are
-MAX_HALVES = 16  # of fp16
+MAX_HALVES = 16  # query rows of a program, of fp16
 HALVES_SLOTS = range(65, 129)  # of keys and of values, for fp16: fewer are half an operand, more do not fit
 PIECE, WIDEST = 32, 128  # coordinates of a program of `finish` where there are few, and at most: shared memory
 WAVE = 132  # multiprocessors of an H200, to choose spans by
@@ -172,7 +171,7 @@ def _plan(q, k, plain, history, page_indices, codes, tiers, spec, windowed, span
         raise NotImplementedError(f"{tokens} query tokens a call: at most {MAX_TOKENS} are built")
     capacity = page * page_indices.shape[1]
     rows = tokens * (heads // kv_heads)
-    halves = rows > MAX_ROWS and q.dtype.itemsize == 2
+    halves = rows > ops.MAX_ROWS and q.dtype.itemsize == 2
     halves &= all(code.slots in HALVES_SLOTS for code in (codes.key, codes.value))
     tile = tile or (TILE_OF_HALVES if halves else TILE)
     tile = tile if codes.bucket is None else math.gcd(tile, codes.bucket)
@@ -180,7 +179,7 @@ def _plan(q, k, plain, history, page_indices, codes, tiers, spec, windowed, span
         raise NotImplementedError(f"bucket={codes.bucket}: multiples of 32 are built")
     total = pl.cdiv(capacity, tile)
     bucket = total if codes.bucket is None else codes.bucket // tile
-    block = min(MAX_HALVES if halves else MAX_ROWS, max(4, pl.next_power_of_2(rows)))
+    block = min(MAX_HALVES if halves else ops.MAX_ROWS, max(4, pl.next_power_of_2(rows)))
     row_blocks = pl.cdiv(rows, block)
     span = _span(total, bucket, batch * kv_heads * row_blocks, block) if span is None else span
     buckets = pl.cdiv(total, bucket)

@@ -100,11 +100,11 @@ def _prepare(layer_ref, q_ref, decode_ref, mu_ref, *refs, plan: ops.Plan, here, 
     # A number of steps that the compiler does not know, as layers are never negative: unrolled, this spills.
     shifts, product = lax.fori_loop(layer >> 31, jnp.int32(plan.dim // depth), absorb, initial)
     top = jnp.max(jnp.abs(product), axis=1) + ops.TINY
-    factor, unit = (ops.FULL / top)[:, None], top * (1 / ops.FULL)
+    whole, unit = (ops.FULL / top)[:, None], top * (1 / ops.FULL)
     if plan.halves:
-        fixed = (product * factor).astype(jnp.float16)
+        fixed = (product * whole).astype(jnp.float16)
     else:
-        fixed = ops.rounded(plan, product, factor, ops.BYTES_BIAS)
+        fixed = ops.rounded(plan, product, whole, ops.BYTES_BIAS)
 
     def total(factors: tuple[int, ...]):
         """Sum of the rounded numbers, each times its plane's factor; exact where those are whole."""
@@ -133,8 +133,8 @@ def _prepare(layer_ref, q_ref, decode_ref, mu_ref, *refs, plan: ops.Plan, here, 
     slot = ops.iota(ops.PLANES * plan.key_block)[None, :]
     mask = None if inside is None else jnp.broadcast_to(inside[:, None], product.shape)
     if plan.halves:
-        plane, byte = ops.div(slot, plan.key_block), ops.rem(slot, plan.key_block)
-        place = plane * (plan.rows * plan.key_block) + operand_place(local[:, None], byte)
+        plane = slots.plane[None, :] * (plan.rows * plan.key_block)
+        place = plane + operand_place(local[:, None], ops.rem(slot, plan.key_block))
         at = ops.at(queries_ref, batch, index, bucket[:, None], ops.div(place, 8), ops.rem(place, 8))
         plgpu.store(at, fixed, mask=mask)
         return

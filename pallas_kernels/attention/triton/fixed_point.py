@@ -23,9 +23,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import codec
-from pallas_kernels.attention.triton import ops
+from pallas_kernels.attention.triton import ops, tiles
 from pallas_kernels.attention.triton.tiles import Partial, Query, Reads, Seen, Tile
 from pallas_kernels.storage import loaded
 
@@ -41,15 +43,6 @@ class State(NamedTuple):
     offsets: jax.Array  # sum of p offset
     poison: jax.Array  # [tile], NaN where a value scale was: conversion to integers loses it
     planes: tuple[jax.Array, ...]
-
-
-class _Softmax(NamedTuple):
-    """What probabilities of a tile are relative to, fp32 `[R]`."""
-
-    maximum: jax.Array  # of the logits so far
-    rescale: jax.Array  # of what was summed before
-    unit: jax.Array  # step of p scale as fixed point
-    base: jax.Array  # what is taken off logits, so that `2^logit` comes in units
 
 
 class _FixedPoint(abc.ABC):
@@ -71,12 +64,11 @@ class _FixedPoint(abc.ABC):
         highest = self.over_tokens(jnp.max, functools.reduce(jnp.maximum, logits))
         maximum = jnp.maximum(state.maximum, highest)
         # Nothing is larger than the largest p times the largest scale. Its reciprocal goes into the exponent.
-        scales = loaded(at.value_scale).astype(jnp.float32)
-        scales = scales if seen is None else jnp.where(seen.tokens, scales, 0.0)
+        scales = tiles.value_scales(at, seen)
         unit = ops.exp2(plan, highest - maximum) * jnp.max(jnp.abs(scales), axis=0) + ops.TINY
-        unit *= 1 / ops.FULL
-        base = maximum + ops.log2(plan, unit)
-        softmax = _Softmax(maximum, ops.exp2(plan, state.maximum - maximum), unit, base)
+        unit *= 1 / ops.FULL  # step of p scale as fixed point
+        base = maximum + ops.log2(plan, unit)  # what is taken off logits, so that `2^logit` comes in units
+        rescale = ops.exp2(plan, state.maximum - maximum)
         total, whole, biased = [], [], []
         value_scale = self.of_tokens(at.value_scale)
         value_offset = None if at.value_offset is None else self.of_tokens(at.value_offset)
@@ -86,7 +78,7 @@ class _FixedPoint(abc.ABC):
             def select(x, mask=mask):  # not multiply: scales of unused places may be NaN
                 return x if mask is None else jnp.where(mask, x, 0.0)
 
-            x = select(ops.exp2(plan, x - self.of_rows(softmax.base)))
+            x = select(ops.exp2(plan, x - self.of_rows(base)))
             total.append(x)
             if value_offset is not None:
                 biased.append(select(x * value_offset[i]))
@@ -95,10 +87,10 @@ class _FixedPoint(abc.ABC):
         def added(old, parts, bits=0):
             new = self.over_tokens(functools.partial(jnp.sum, dtype=parts[0].dtype), functools.reduce(jnp.add, parts))
             new = (new - ops.wrapped(bits)).astype(jnp.float32) if bits else new
-            return ops.fma(plan, new, softmax.unit, old * softmax.rescale)
+            return ops.fma(plan, new, unit, old * rescale)
 
         weights, values = self.weights(whole), reads.values(at)
-        carried = softmax.rescale[None, :], (-ops.MAGIC * unit)[None, :]
+        carried = rescale[None, :], (-ops.MAGIC * unit)[None, :]
 
         def mixed(i: int, x: jax.Array) -> jax.Array:
             low, high = self.bytes(ops.integers([(ops.plane(plan, values, i), weights)], plan.by_rows))
@@ -126,8 +118,10 @@ class _FixedPoint(abc.ABC):
             outputs.append((item, flipped * 4.0**-i + offset[None, :]))
         return Partial(state.maximum, state.total + jnp.sum(state.poison, axis=0), outputs)
 
-    def query(self, ref, numbers: ops.Numbers, *at) -> Query:
-        return Query(self.planes(ref, *at), numbers)
+    def planes(self, ref, *at) -> list[jax.Array]:
+        """Queries as operands of each plane."""
+        size = self.plan.key_block
+        return [plgpu.load(ref.at[(*at, slice(None), pl.ds(size * i, size))]) for i in range(ops.PLANES)]
 
     @abc.abstractmethod
     def of_rows(self, x: jax.Array) -> jax.Array:
@@ -144,10 +138,6 @@ class _FixedPoint(abc.ABC):
     @abc.abstractmethod
     def numbers(self, first: jax.Array) -> list[jax.Array]:
         """Of the tokens, against logits."""
-
-    @abc.abstractmethod
-    def planes(self, ref, *at) -> list[jax.Array]:
-        """Queries as operands of each plane."""
 
     @abc.abstractmethod
     def products(self, reads: Reads, at: Tile, query: list[jax.Array]) -> list:
@@ -195,9 +185,6 @@ class Columns(_FixedPoint):
     def numbers(self, first: jax.Array) -> list[jax.Array]:
         return self.split((first + ops.iota(self.plan.tile))[:, None])
 
-    def planes(self, ref, *at) -> list[jax.Array]:
-        return ops.whole_planes(self.plan, ref, *at)
-
     def products(self, reads: Reads, at: Tile, query: list[jax.Array]) -> list:
         plan = self.plan
         keys = reads.keys(at, plan.tile, plan.key_block)
@@ -227,9 +214,8 @@ class Rows(_FixedPoint):
         self.even = (ops.rem(ops.iota(2 * plan.rows), 2) == 0)[:, None] if plan.parted else None
 
     def of_tokens(self, x: jax.Array) -> list[jax.Array]:
-        shape = (self.local.size, self.plan.tile)
-        parts = ops.unweave(jnp.broadcast_to(loaded(x).astype(jnp.float32)[None, :], shape))
-        return list(parts) if self.even is None else [jnp.where(self.even, *parts)]
+        parts = tiles.even_and_odd(x, self.local.size)
+        return parts if self.even is None else [jnp.where(self.even, *parts)]
 
     def of_rows(self, x: jax.Array) -> jax.Array:
         return x[:, None]
@@ -238,14 +224,14 @@ class Rows(_FixedPoint):
         return reduce(x, axis=1)
 
     def numbers(self, first: jax.Array) -> list[jax.Array]:
-        each = (first + 2 * ops.iota(self.plan.tile // 2))[None, :]
-        return [each, each + 1] if self.even is None else [each + jnp.where(self.even, 0, 1)]
+        parts = tiles.even_and_odd_from(first, self.plan.tile)
+        return parts if self.even is None else [parts[0] + jnp.where(self.even, 0, 1)]
 
     def planes(self, ref, *at) -> list[jax.Array]:
         plan = self.plan
         size, count = plan.key_block, 2 * plan.rows
         if not plan.paired:
-            return ops.whole_planes(plan, ref, *at)
+            return super().planes(ref, *at)
         row, byte = ops.iota(2 * count)[:, None], ops.iota(2 * size)[None, :]
         even = ops.rem(row, 2) == 0 if plan.parted else row < count
         row = ops.div(row, 2) if plan.parted else ops.rem(row, count)

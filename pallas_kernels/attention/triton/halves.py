@@ -20,9 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import codec
-from pallas_kernels.attention.triton import ops
+from pallas_kernels.attention.triton import ops, tiles
 from pallas_kernels.attention.triton.tiles import Partial, Query, Reads, Seen, Tile
-from pallas_kernels.storage import loaded
 
 HEADROOM = 15.0  # weights reach 2^15, half the largest fp16
 
@@ -63,24 +62,22 @@ class Halves:
         return x[:, None]
 
     def of_tokens(self, x: jax.Array) -> list[jax.Array]:
-        """`[tile]` numbers against logits, fp32."""
-        shape = (self.plan.rows, self.plan.tile)
-        return list(ops.unweave(jnp.broadcast_to(loaded(x).astype(jnp.float32)[None, :], shape)))
+        """`[tile]` numbers against logits."""
+        return tiles.even_and_odd(x, self.plan.rows)
 
     def numbers(self, first: jax.Array) -> list[jax.Array]:
         """Of the tokens, against logits."""
-        even = (first + 2 * ops.iota(self.plan.tile // 2))[None, :]
-        return [even, even + 1]
+        return tiles.even_and_odd_from(first, self.plan.tile)
 
-    def query(self, ref, numbers: ops.Numbers, *at) -> Query:
-        """What `operand_place` put where it is, sixteen bytes a load: four registers of an operand."""
+    def planes(self, ref, *at) -> list[jax.Array]:
+        """Queries as operands of each plane: sixteen bytes a load are four registers, as `operand_place` has them."""
         rows, size = self.plan.rows, self.plan.key_block
 
         def plane(i: int) -> jax.Array:
             x = plgpu.load(ref.at[(*at, pl.ds(i * rows * size // 8, rows * size // 8), slice(None))])
             return x.reshape(2, 8, 4, 2, 2, 2).transpose(4, 1, 3, 2, 0, 5).reshape(rows, size)
 
-        return Query([plane(i) for i in range(ops.PLANES)], numbers)
+        return [plane(i) for i in range(ops.PLANES)]
 
     def initial(self) -> State:
         plan = self.plan
@@ -113,9 +110,7 @@ class Halves:
             masked = (ops.MASKED / unit)[:, None]
             logits = [jnp.where(mask, x, masked) for mask, x in zip(seen.parts, logits, strict=True)]
 
-        scales = loaded(at.value_scale).astype(jnp.float32)
-        scales = scales if seen is None else jnp.where(seen.tokens, scales, 0.0)
-        largest = jnp.max(jnp.abs(scales), axis=0) + ops.DENORMAL
+        largest = jnp.max(jnp.abs(tiles.value_scales(at, seen)), axis=0) + ops.DENORMAL
         highest = jnp.max(jnp.maximum(*logits), axis=1)
         highest = ops.fma(plan, highest, unit, ops.log2(plan, jnp.zeros_like(unit) + largest) - HEADROOM)
         maximum = jnp.maximum(state.maximum, highest)

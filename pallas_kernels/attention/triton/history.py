@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.attention.triton import ops
 from pallas_kernels.attention.triton.fixed_point import Columns, Rows
 from pallas_kernels.attention.triton.halves import Halves
-from pallas_kernels.attention.triton.tiles import Reads, Seen, Tile
+from pallas_kernels.attention.triton.tiles import Query, Reads, Seen, Tile
 
 
 def key_rows(plan: ops.Plan, slots: jax.Array) -> jax.Array:
@@ -118,7 +118,7 @@ def attend_history(
                 for j in range(len(ops.Numbers._fields))
             )
         )
-        query = form.query(queries_ref, numbers, batch, index, bucket)
+        query = Query(form.planes(queries_ref, batch, index, bucket), numbers)
         shift = jnp.zeros_like(numbers.shift) if plan.spec.softcap is not None else numbers.shift
         state = state._replace(maximum=state.maximum - shift)
         first = jnp.clip(full_begin, begin, jnp.maximum(begin, end))

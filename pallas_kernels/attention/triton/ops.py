@@ -30,6 +30,7 @@ BYTES_BIAS = 128
 DENORMAL = 2.0**-24  # the smallest positive fp16
 PLAIN_SPAN = 96  # places of the ring that a program reads
 MAX_HEAD_DIM = 256
+MAX_ROWS = 8  # query rows of a program, of bytes; 16 would need more registers than there are
 LOG2E = math.log2(math.e)
 PLANES = codec.PLANES
 
@@ -69,12 +70,12 @@ class Plan:
     @property
     def halves(self) -> bool:
         """Whether products over history are of fp16 instead of bytes: `Halves`."""
-        return self.rows > 8
+        return self.rows > MAX_ROWS
 
     @property
     def by_rows(self) -> bool:
         """Whether queries are rows of the products over history, and tokens columns: `fixed_point`."""
-        return not self.halves and (self.rows >= 8 or self.paired)
+        return not self.halves and (self.rows == MAX_ROWS or self.paired)
 
     @property
     def paired(self) -> bool:
@@ -279,12 +280,6 @@ def _packed(text: str, x: jax.Array) -> jax.Array:
         result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.int8)],
     )  # fmt: skip
     return y
-
-
-def whole_planes(plan: Plan, ref, *at) -> list[jax.Array]:
-    """All query rows of each plane."""
-    size = plan.key_block
-    return [plgpu.load(ref.at[(*at, slice(None), pl.ds(size * i, size))]) for i in range(PLANES)]
 
 
 def widened(plan: Plan, packed: jax.Array) -> Sequence[jax.Array]:

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.attention.triton import ops
+from pallas_kernels.storage import loaded
 
 
 class Tile(NamedTuple):
@@ -33,6 +35,23 @@ class Seen(NamedTuple):
 
     parts: list[jax.Array]
     tokens: jax.Array  # [tile]
+
+
+def value_scales(at: Tile, seen: Seen | None) -> jax.Array:
+    """fp32 `[tile]`, zero where no row sees the token: what lies there may be anything."""
+    scales = loaded(at.value_scale).astype(jnp.float32)
+    return scales if seen is None else jnp.where(seen.tokens, scales, 0.0)
+
+
+def even_and_odd(x: jax.Array, rows: int) -> list[jax.Array]:
+    """`[tile]` numbers of tokens as fp32 `[rows, tile / 2]` of the even and of the odd ones."""
+    return list(ops.unweave(jnp.broadcast_to(loaded(x).astype(jnp.float32)[None, :], (rows, x.shape[0]))))
+
+
+def even_and_odd_from(first: jax.Array, tile: int) -> list[jax.Array]:
+    """Numbers `[1, tile / 2]` of the tokens of a tile, of the even and of the odd ones."""
+    even = (first + 2 * ops.iota(tile // 2))[None, :]
+    return [even, even + 1]
 
 
 class Query(NamedTuple):
