@@ -31,6 +31,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from calib.identity import ModelIdentity, TextIdentity
+from calib.rounding import RoundingErrors
 from pallas_kernels.rope import Rotary
 from pallas_kernels.transform_code import TransformCode, TransformCodes
 
@@ -93,6 +94,8 @@ class Manifest:
         covered_positions: distinct bucket-relative positions seen in calibration; None if not counted.
         rotary: of the model, for recipes whose statistics depend on positions (the codes keep it only with buckets).
         sequence: tokens of a calibration sequence; None without statistics, or from before it was recorded.
+        rounding: what rounding costs each head; None for data-free recipes, layer plans and imported rotations, or from
+            before it was recorded.
         layer_ids: the model's layer of each layer of the codes; `()` means 0 .. L-1.
         codes: static parts, shapes, dtypes and hashes of what is stored.
         created: UTC time, ISO 8601.
@@ -110,6 +113,7 @@ class Manifest:
     covered_positions: int | None = None
     rotary: Rotary | None = None
     sequence: int | None = None
+    rounding: RoundingErrors | None = None
     layer_ids: tuple[int, ...] = ()
     codes: CodesRecord | None = None
     created: str = ""
@@ -142,8 +146,11 @@ class Manifest:
             tree["model"] = tree["model"] and ModelIdentity(**tree["model"])
             tree["text"] = tree["text"] and TextIdentity(**tree["text"])
             tree["rotary"] = _rotary(tree["rotary"])
+            tree["rounding"] = RoundingErrors.from_json(tree.get("rounding"))
             tree["layer_ids"] = tuple(tree["layer_ids"])
             tree["codes"] = tree["codes"] and _codes_record(tree["codes"])
+            if tree["rounding"] and tree["codes"]:
+                tree["rounding"].check(*tree["codes"].key.arrays["mu"].shape[:2])
             return cls(**tree)
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise ValueError(f"the manifest is malformed ({error}); calibrate again.") from None
@@ -178,7 +185,8 @@ def save(path: str | os.PathLike[str], codes: TransformCodes, manifest: Manifest
         manifest: the caller's fields.
 
     Raises:
-        ValueError: codes that fail the loading checks (zero or non-finite scales too), layer ids that do not fit.
+        ValueError: codes that fail the loading checks (zero or non-finite scales too), layer ids or rounding errors
+            that do not fit.
         OSError: the disk is full or `path` cannot be written; the old artifact, if any, is untouched.
     """
     path = Path(path).absolute()
@@ -187,6 +195,8 @@ def save(path: str | os.PathLike[str], codes: TransformCodes, manifest: Manifest
         raise ValueError(
             f"layer_ids has {len(manifest.layer_ids)} ids, the codes {codes.layers} layers; give one each."
         )
+    if manifest.rounding:
+        manifest.rounding.check(codes.layers, codes.kv_heads)
     arrays = {side: _little_endian(getattr(codes, side).arrays()) for side in SIDES}
     manifest = dataclasses.replace(
         manifest,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from calib import histogram, linalg
+from calib import histogram, linalg, rounding
 from calib.frame import Frame, average_matrices, average_vectors, balanced, over_heads
 from calib.moments import FirstFit, Moments, check
 from calib.recipes import ERRORS, STEPS, Recipe, Side, SideRecipe
@@ -119,6 +119,26 @@ def fit(
     )
     result.check()
     return result
+
+
+def rounding_errors(
+    moments: Moments, recipe: str | Recipe, codes: TransformCodes, *, rope: Rotary | None, max_position: int
+) -> dict[Side, np.ndarray]:
+    """What rounding costs each head, float64 `[L, K]` a side (`rounding.RoundingErrors`).
+
+    Args:
+        codes: what `fit` made of these moments; the other arguments as given to it.
+
+    Returns:
+        Nothing for data-free recipes, nor where the moments were not made for the recipe's `rounding.sources` too.
+    """
+    recipe, found = get_recipe(recipe), {}
+    for name, source in rounding.sources(recipe).items():
+        if not groups(source) <= moments.settings.groups:
+            return {}
+        statistics = map(np.asarray, _statistics(moments, source, name, rope, max_position))
+        found[name] = rounding.measure(getattr(codes, name), *statistics, scale_dtype=codes.scale_dtype)
+    return found
 
 
 def covered_positions(moments: Moments) -> int:

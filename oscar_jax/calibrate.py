@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from calib import artifact, fit, moments
+from calib import artifact, fit, moments, rounding
 from calib.recipes import Recipe
 from calib.recipes import get as get_recipe
 from oscar_jax import corpus
@@ -120,10 +120,13 @@ def calibrate(
         model, text, chosen, sequence=sequence, bucket=bucket, max_position=max_position, value_metric=value_metric,
         progress=progress,
     )  # fmt: skip
-    return {
-        recipe.name: Fitted(measured.fit(recipe, slots=slots), measured.manifest(model, text, recipe, value_metric))
-        for recipe in chosen
-    }
+    results = {}
+    for recipe in chosen:
+        codes = measured.fit(recipe, slots=slots)
+        manifest = measured.manifest(model, text, recipe, value_metric)
+        manifest = dataclasses.replace(manifest, rounding=measured.rounding_errors(recipe, codes))
+        results[recipe.name] = Fitted(codes, manifest)
+    return results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +167,18 @@ class Measured:
             return codes[0]
         order = np.argsort(np.concatenate([part.layers for part in self.parts]))
         return jax.tree.map(lambda *leaves: np.concatenate(leaves)[order], *codes)
+
+    def rounding_errors(self, recipe: Recipe, codes: TransformCodes) -> rounding.RoundingErrors | None:
+        """What rounding costs each head of the codes that `fit` made; None for data-free recipes."""
+        sides = {name: np.zeros(codes.key.bits.shape[:2]) for name in recipe.sides}
+        for part in self.parts:
+            own = jax.tree.map(lambda leaf, layers=part.layers: np.asarray(leaf)[layers], codes)
+            found = fit.rounding_errors(part.moments, recipe, own, rope=part.rotary, max_position=self.max_position)
+            if not found:
+                return None
+            for name, errors in found.items():
+                sides[name][part.layers] = errors
+        return rounding.RoundingErrors.of(**sides)
 
     def manifest(
         self, model: LoadedModel, text: corpus.TokenText, recipe: Recipe, value_metric: str
@@ -208,13 +223,14 @@ def measure(
         )
     sequence = _sequence(sequence, bucket, config.max_position, text)
     metric = model.decoder.value_metric() if value_metric == "output" else None
+    sources = [source for recipe in recipes for source in rounding.sources(recipe).values()]
     alike: dict[tuple[Rotary, int | None], list[int]] = {}
     for layer, window in enumerate(config.windows):
         alike.setdefault((config.rotary_of(layer), window), []).append(layer)
     parts = []
     for (rotary, window), layers in alike.items():
         empty = moments.init(
-            recipes,
+            [*recipes, *sources],
             layers=len(layers),
             kv_heads=config.kv_heads,
             q_heads=config.q_heads,

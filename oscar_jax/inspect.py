@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from calib import artifact
+from calib.rounding import Heads
 from oscar_jax import inspect_plots, report
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCode, TransformCodes, bits_per_element
@@ -40,18 +41,19 @@ def summary(codes: TransformCodes, manifest: artifact.Manifest, *, tiers: Tiers)
         `recipe`; `layers`, `kv_heads`, `head_dim`; `key` and `value`, each with `kind`, `clip`, `clip_ratio`, `slots`
         (N), `row_bits` (stored bits of one token and head) and `layers`, a list with, for each layer, `layer` (the
         model's number), `bits` (of "6", "4", "2", "dropped" the `median`, `least` and `most` coordinates over KV
-        heads) and `mean_abs_mu`, `max_abs_mu` (units of K or V), and `worst_heads` (`inspect_plots.worst_heads`, None
-        where the code predicts no error); `bits_per_element` by context, with the windows
-        `sink` and `recent`; and `manifest`.
+        heads) and `mean_abs_mu`, `max_abs_mu` (units of K or V); and with the error of each head, `errors` `[L][K]`,
+        `error_kind` ("rounding": `rounding.RoundingErrors`, "predicted": `inspect_plots.predicted_error`) and
+        `worst_heads` (`inspect_plots.worst_heads`), all None where neither is there; `bits_per_element` by context,
+        with the windows `sink` and `recent`; and `manifest`.
     """
-    ids = _layer_ids(codes, manifest)
+    ids, recorded = _layer_ids(codes, manifest), manifest.rounding
     return {
         "recipe": manifest.recipe,
         "layers": codes.layers,
         "kv_heads": codes.kv_heads,
         "head_dim": codes.head_dim,
-        "key": _side(codes.key, ids),
-        "value": _side(codes.value, ids),
+        "key": _side(codes.key, ids, recorded and recorded.key),
+        "value": _side(codes.value, ids, recorded and recorded.value),
         "sink": tiers.sink,
         "recent": tiers.recent,
         "bits_per_element": {str(context): bits_per_element(codes, tiers, context) for context in CONTEXTS},
@@ -63,8 +65,10 @@ def _layer_ids(codes: TransformCodes, manifest: artifact.Manifest) -> tuple[int,
     return tuple(manifest.layer_ids or range(codes.layers))
 
 
-def _side(code: TransformCode, ids: tuple[int, ...]) -> dict[str, Any]:
+def _side(code: TransformCode, ids: tuple[int, ...], recorded: Heads | None) -> dict[str, Any]:
     bits, mu = np.asarray(code.bits), np.abs(np.asarray(code.mu, np.float64))
+    errors = inspect_plots.predicted_error(code) if recorded is None else np.asarray(recorded)
+    kind = "predicted" if recorded is None else "rounding"
     layers = []
     for index, layer in enumerate(ids):
         counts = {_class_name(width): (bits[index] == width).sum(-1) for width in BIT_CLASSES}
@@ -86,7 +90,9 @@ def _side(code: TransformCode, ids: tuple[int, ...]) -> dict[str, Any]:
         "slots": code.slots,
         "row_bits": code.row_bits,
         "layers": layers,
-        "worst_heads": inspect_plots.worst_heads(code, ids),
+        "errors": None if errors is None else errors.tolist(),
+        "error_kind": None if errors is None else kind,
+        "worst_heads": None if errors is None else inspect_plots.worst_heads(errors, ids),
     }
 
 
@@ -121,8 +127,11 @@ def as_text(found: dict[str, Any]) -> str:
             lines += [f"{layer['layer']:>5}{counts}{layer['mean_abs_mu']:>12.4g}{layer['max_abs_mu']:>12.4g}"]
         if each["worst_heads"]:
             worst = (f"{head['layer']}.{head['head']} ({head['error']:.4f})" for head in each["worst_heads"])
-            lines.append(f"worst heads by predicted error, layer.head: {', '.join(worst)}")
-    return "\n".join([*lines, "", "Coordinates by bits: median over KV heads (least-most)."])
+            lines.append(f"worst heads by {each['error_kind']} error, layer.head: {', '.join(worst)}")
+    lines += ["", "Coordinates by bits: median over KV heads (least-most)."]
+    if manifest["rounding"] is None:
+        lines.append("No rounding errors are recorded: those of keys are predicted from their bits where these differ.")
+    return "\n".join(lines)
 
 
 def _count(count: dict[str, Any]) -> str:

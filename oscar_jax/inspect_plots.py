@@ -1,4 +1,4 @@
-"""Pictures of an artifact: bit classes, spectra, and the error that its own statistics predict, by layer and head."""
+"""Pictures of an artifact: bit classes, spectra, and what rounding costs, by layer and head."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ WORST = 5
 def predicted_error(code: TransformCode) -> np.ndarray | None:
     """Relative squared error of each head, float64 `[L, K]`, that rounding its kept coordinates should cause.
 
+    For artifacts without `calib.rounding.RoundingErrors`, from the code alone.
     `sum(g d_b) / sum(g)`: coordinates are scaled to unit variance, an error in one of them weighs g, and b bits leave
     d_b of it (`calib.recipes.ERRORS`). What dropped coordinates lose is not in an artifact and not counted. None where
     the code does not tell coordinates apart (min/max recipes, values).
@@ -36,11 +37,8 @@ def predicted_error(code: TransformCode) -> np.ndarray | None:
     return (weight * left).sum(-1) / weight.sum(-1)
 
 
-def worst_heads(code: TransformCode, layer_ids: Sequence[int]) -> list[dict[str, Any]] | None:
-    """Up to `WORST` of `{layer, head, error}`, largest predicted error first; None without a prediction."""
-    errors = predicted_error(code)
-    if errors is None:
-        return None
+def worst_heads(errors: np.ndarray, layer_ids: Sequence[int]) -> list[dict[str, Any]]:
+    """Up to `WORST` of `{layer, head, error}`, largest of errors `[L, K]` first."""
     order = np.argsort(-errors, axis=None)[:WORST]
     places = (np.unravel_index(i, errors.shape) for i in order)
     return [
@@ -92,13 +90,13 @@ def spectra(code: TransformCode, layer_ids: Sequence[int]) -> Figure:
 
 
 def error_map(errors: np.ndarray, layer_ids: Sequence[int]) -> Figure:
-    """Predicted error by layer and head, `[L, K]`."""
+    """Relative squared error by layer and head, `[L, K]`."""
     figure, axes = report.new_figure()
     drawn = axes.pcolormesh(errors.T, cmap="viridis")
     axes.set_xticks(np.arange(len(layer_ids)) + 0.5, map(str, layer_ids))
     axes.set_yticks(np.arange(errors.shape[1]) + 0.5, map(str, range(errors.shape[1])))
     axes.set(xlabel="layer", ylabel="KV head")
-    figure.colorbar(drawn, label="predicted relative squared error")
+    figure.colorbar(drawn, label="relative squared error")
     return figure
 
 
@@ -115,12 +113,11 @@ def write(folder: Path, codes: TransformCodes, layer_ids: Sequence[int], found: 
     for side, code in (("key", codes.key), ("value", codes.value)):
         figures[f"{side}: bit classes"] = bit_classes(code, layer_ids)
         figures[f"{side}: spectra"] = spectra(code, layer_ids)
-        errors = predicted_error(code)
-        if errors is not None:
-            figures[f"{side}: predicted error"] = error_map(errors, layer_ids)
-            worst = worst_heads(code, layer_ids) or []
+        if (kind := found[side]["error_kind"]) is not None:
+            figures[f"{side}: {kind} error"] = error_map(np.asarray(found[side]["errors"]), layer_ids)
+            worst = found[side]["worst_heads"]
             rows = [(str(each["layer"]), str(each["head"]), f"{each['error']:.4f}") for each in worst]
-            tables[f"{side}: worst heads by predicted error"] = [("layer", "KV head", "error"), *rows]
+            tables[f"{side}: worst heads by {kind} error"] = [("layer", "KV head", "error"), *rows]
     drawn = {heading: report.svg(figure) for heading, figure in figures.items()}
     files = {f"{heading.replace(': ', '-').replace(' ', '-')}.svg": element for heading, element in drawn.items()}
     files["inspect.html"] = report.page(f"Recipe {found['recipe']}", tables=tables, figures=drawn, report=found)

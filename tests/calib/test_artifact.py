@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import random
 import re
@@ -21,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from calib import artifact
 from calib.artifact import Manifest
 from calib.identity import ModelIdentity, TextIdentity
+from calib.rounding import RoundingErrors
 from pallas_kernels.rope import Rotary
 from tests.pallas_kernels import codes as seeded
 
@@ -36,6 +38,7 @@ MANIFEST = Manifest(
     max_position=6144,
     covered_positions=2048,
 )
+ERRORS = RoundingErrors.of(*np.arange(16.0).reshape(2, 4, 2))
 
 
 def codes(key="levels", value="levels-uniform", **changes):
@@ -395,8 +398,39 @@ def test_layer_ids_must_fit(tmp_path):
         artifact.save(tmp_path / "a", codes(), dataclasses.replace(MANIFEST, layer_ids=(3, 7)))
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (change("rounding.key", [[0.1, 0.2]]), "rounding errors of keys: expected 4 layers of 2 heads"),
+        (change("rounding.value", [[0.1]] * 4), "rounding errors of values: expected 4 layers of 2 heads"),
+        (change("rounding.key", [[0.1, -0.2]] * 4), "rounding errors of keys: expected finite numbers of at least 0"),
+        (change("rounding.key", [[0.1, math.nan]] * 4), "of keys: expected finite numbers"),
+        (change("rounding.value", [[0.1, "x"]] * 4), "of values: expected finite numbers"),
+        (change("rounding.surprise", 1), "the manifest is malformed"),
+        (change("rounding", 1), "the manifest is malformed"),
+    ],
+)
+def test_rounding_errors_that_cannot_be_are_refused(changed, message, tmp_path):
+    stored, manifest = tmp_path / "a", dataclasses.replace(MANIFEST, rounding=ERRORS)
+    assert artifact.save(stored, codes(), manifest).rounding == artifact.read_manifest(stored).rounding == ERRORS
+    rewrite(stored, changed)
+    with pytest.raises(ValueError, match=f"artifact {stored}: .*{message}"):
+        artifact.load(stored)
+
+
+def test_rounding_errors_of_other_layers_are_not_saved(tmp_path):
+    manifest = dataclasses.replace(MANIFEST, rounding=ERRORS)
+    with pytest.raises(ValueError, match="rounding errors of keys: expected 3 layers of 2 heads"):
+        artifact.save(tmp_path / "a", codes(layers=3), manifest)
+
+
+def test_an_artifact_from_before_rounding_errors_loads(stored):
+    rewrite(stored, lambda tree: tree.pop("rounding"))
+    assert artifact.load(stored)[1].rounding is None
+
+
 def test_manifest_survives_json():
-    manifest = dataclasses.replace(MANIFEST, layer_ids=(3, 7))
+    manifest = dataclasses.replace(MANIFEST, layer_ids=(3, 7), rounding=ERRORS)
     assert Manifest.from_json(json.loads(json.dumps(manifest.to_json()))) == manifest
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 import warnings
 from pathlib import Path
@@ -13,9 +14,10 @@ import numpy as np
 import pytest
 
 from calib import fit as calib_fit
-from calib import linalg
+from calib import linalg, rounding
 from calib import moments as calib_moments
-from calib.fit import BucketCoverageWarning, ThinStatisticsWarning, first_fit, fit
+from calib.fit import BucketCoverageWarning, ThinStatisticsWarning, first_fit, fit, rounding_errors
+from calib.recipes import get
 from pallas_kernels import codec
 from tests.calib import definition
 
@@ -41,8 +43,9 @@ def data() -> definition.Sample:
 
 @pytest.fixture(scope="module")
 def moments(data) -> calib_moments.Moments:
+    sources = rounding.sources(get("oscar-head")).values()
     empty = calib_moments.init(
-        (*NAMES, "naive", "hadamard", "hadamard-clip"), **WINDOWS, **data.sizes, value_metric=data.metric
+        (*NAMES, "naive", "hadamard", "hadamard-clip", *sources), **WINDOWS, **data.sizes, value_metric=data.metric
     )
     once = calib_moments.accumulate(empty, *data.arrays, **data.where)
     return calib_moments.accumulate(once, *data.arrays, **data.where, first_fit=first_fit(once))
@@ -70,6 +73,47 @@ def weighted_error(code, x: np.ndarray, metric: np.ndarray) -> np.ndarray:
     """Mean of `e^T C e` per head `[K]` of one layer's rows `[T, K, D]`."""
     error = np.asarray(codec.decode(code, codec.encode(code, jnp.asarray(x))), np.float64) - x
     return np.einsum("tkd,kde,tke->k", error, metric, error) / len(x)
+
+
+def statistics(moments, data, name, side, at) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mean, covariance and metric that the rounding errors of a head are told with."""
+    weighted = not name.startswith("oscar")
+    if weighted:
+        mean, second = normalised(moments, side, at)
+    else:
+        mean, second = (
+            np.asarray(moments.sums[key])[at] / float(moments.sums["tokens"]) for key in (f"{side}_sum", side)
+        )
+    covariance = second - np.outer(mean, mean)
+    metric = (
+        data.metric[at] if side == "value" else np.asarray(moments.sums["weighted_query" if weighted else "query"])[at]
+    )
+    if (name, side) == ("default", "key"):
+        metric = turned(metric, data.rope, (0, 32, 64))
+    if (name, side) == ("default-averaged", "key"):
+        turn = data.rope.matrix(3, len(mean))
+        mean, covariance, metric = mean @ turn, turn.T @ covariance @ turn, turn.T @ metric @ turn
+    return mean, covariance, metric
+
+
+@pytest.mark.parametrize("name", ["default", "default-averaged", "oscar-head"])
+def test_rounding_errors_are_those_of_rows_with_the_statistics_of_the_recipe(moments, data, name):
+    codes = fitted(moments, data, name)
+    found = rounding_errors(moments, name, codes, rope=data.rope, max_position=MAX_POSITION)
+    rng = np.random.default_rng(1)
+    for side, at in itertools.product(("key", "value"), np.ndindex(2, 2)):
+        mean, covariance, metric = statistics(moments, data, name, side, at)
+        spread = rng.normal(size=(4096, 16)) @ np.linalg.cholesky(covariance + 1e-9 * np.eye(16)).T
+        rows = np.repeat((mean + spread)[:, None], 2, axis=1).astype(np.float32)
+        lost = weighted_error(getattr(codes, side).layer(at[0]), rows, np.stack([metric] * 2))[at[1]]
+        assert found[side][at] == pytest.approx(lost / np.trace(covariance @ metric), rel=0.15), (side, at)
+
+
+def test_recipes_without_data_and_moments_without_statistics_have_no_rounding_errors(moments, data):
+    assert rounding_errors(moments, "naive", fitted(moments, data, "naive"), rope=data.rope, max_position=99) == {}
+    alone = calib_moments.init("oscar-head", **WINDOWS, **data.sizes)
+    codes = fitted(moments, data, "oscar-head")
+    assert rounding_errors(alone, "oscar-head", codes, rope=data.rope, max_position=99) == {}
 
 
 @pytest.mark.parametrize("slots", [None, (24, 8)])

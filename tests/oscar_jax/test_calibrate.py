@@ -20,6 +20,7 @@ from calib import artifact, fit, moments
 from calib.fit import BucketCoverageWarning, ThinStatisticsWarning
 from oscar_jax import calibrate as calibration
 from oscar_jax import cli, corpus, models
+from pallas_kernels import codec
 from pallas_kernels.rope import Rotary
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import bits_per_element
@@ -56,6 +57,25 @@ def test_recipes_share_passes_and_say_where_they_come_from(fitted, tiny, tiny_te
     assert fitted["naive"].codes.bucket is None
     alone = calibration.calibrate(tiny, source(tiny_text, tiny), ["default"], sequence=400, bucket=256, progress=False)
     np.testing.assert_array_equal(alone["default"].codes.key.encode, codes.key.encode)
+    assert alone["default"].manifest.rounding == manifest.rounding
+
+
+def test_what_rounding_costs_is_near_that_of_real_rows(fitted, tiny, tiny_text):
+    """Rows of other text, all alike and without their positions' share of rotation: so only near."""
+    assert fitted["naive"].manifest.rounding is None
+    tokens = corpus.calibration_text(calibration.encoder(tiny), 256, files=[tiny_text / "heldout.txt"]).tokens
+    q, k, v = (np.asarray(x[:, 0], np.float64) for x in calibration._capture(tiny.decoder, jnp.asarray(tokens[None])))
+    codes, manifest = fitted["oscar-reference"]
+    assert manifest.rounding is not None
+    for name, rows, metric in (
+        ("key", k, np.einsum("ltkgd,ltkge->lkde", *[q.reshape(2, 256, 2, 2, 16)] * 2)),
+        ("value", v, np.asarray(tiny.decoder.value_metric(), np.float64)),
+    ):
+        for layer in range(2):
+            code, x = getattr(codes, name).layer(layer), rows[layer]
+            left = np.asarray(codec.decode(code, codec.encode(code, jnp.asarray(x, jnp.float32))), np.float64) - x
+            lost, whole = (np.einsum("tkd,kde,tke->k", y, metric[layer], y) for y in (left, x - x.mean(0)))
+            np.testing.assert_allclose(getattr(manifest.rounding, name)[layer], lost / whole, rtol=0.3)
 
 
 def test_running_the_model_twice_equals_keeping_its_activations(fitted, tiny, tiny_text, monkeypatch):
@@ -145,7 +165,7 @@ def test_layers_that_rotate_by_themselves_are_measured_by_themselves(tiny_text):
     text = corpus.TokenText.of(np.random.default_rng(0).integers(0, 257, 300), "random tokens")
     options: dict[str, Any] = {"sequence": 300, "bucket": 128, "progress": False}
     model = models.random_model(mixed)
-    codes = calibration.calibrate(model, text, ["default-averaged"], **options)["default-averaged"].codes
+    codes, manifest = calibration.calibrate(model, text, ["default-averaged"], **options)["default-averaged"]
     assert codes.layers == 3
     captured = calibration._capture(model.decoder, jnp.asarray(text.tokens[None]))
     alone = moments.init(
@@ -158,6 +178,10 @@ def test_layers_that_rotate_by_themselves_are_measured_by_themselves(tiny_text):
     np.testing.assert_allclose(codes.key.encode[2], expected.key.encode[0], rtol=1e-4, atol=1e-4)
     assert np.abs(codes.key.encode[1] - expected.key.encode[0]).max() > 0.1
     np.testing.assert_array_equal(codes.value.bits[2], expected.value.bits[0])
+    errors = fit.rounding_errors(alone, "default-averaged", expected, rope=local, max_position=512)
+    assert manifest.rounding is not None
+    np.testing.assert_allclose(manifest.rounding.key[2], errors["key"][0], rtol=1e-3)
+    np.testing.assert_allclose(manifest.rounding.value[2], errors["value"][0], rtol=1e-3)
     with pytest.raises(NotImplementedError, match="turns the keys of all layers alike"):
         calibration.calibrate(model, text, ["default"], **options)
 

@@ -1,5 +1,6 @@
 """`inspect` tells what is in an artifact, as text and as JSON."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from calib import artifact
 from calib.identity import ModelIdentity, TextIdentity
+from calib.rounding import RoundingErrors
 from oscar_jax import cli, inspect, inspect_plots
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import bits_per_element
@@ -17,6 +19,9 @@ MANIFEST = artifact.Manifest(
     model=ModelIdentity("tiny-llama", "llama", "c" * 64, "7" * 64),
     text=TextIdentity("four novels", "e" * 64, 16384),
     max_position=6144,
+)
+ERRORS = RoundingErrors.of(
+    key=np.array([[0.1, 0.2], [0.3, 0.05], [0.01, 0.02]]), value=np.array([[0.2, 0.1], [0.11, 0.12], [0.13, 0.7]])
 )
 
 
@@ -60,7 +65,7 @@ def test_counts_differ_between_heads():
     bits = np.repeat(np.repeat(np.array([[6, 4, 2, 0]], np.int8), 16, axis=1), 3, axis=0)[None]
     bits[0, 0, :48], bits[0, 1, :16] = 2, 4
     object.__setattr__(code, "bits", bits)
-    [layer] = inspect._side(code, (7,))["layers"]
+    [layer] = inspect._side(code, (7,), None)["layers"]
     assert layer["layer"] == 7
     assert layer["bits"] == {
         "6": {"median": 0, "least": 0, "most": 16},
@@ -109,7 +114,7 @@ def test_predicted_error_is_what_rounding_unit_variance_coordinates_leaves():
     predicted = inspect_plots.predicted_error(code)
     assert predicted is not None
     np.testing.assert_allclose(predicted, [[good, bad]])
-    worst = inspect_plots.worst_heads(code, (7,))
+    worst = inspect_plots.worst_heads(predicted, (7,))
     assert worst == [
         {"layer": 7, "head": 1, "error": pytest.approx(bad)},
         {"layer": 7, "head": 0, "error": pytest.approx(good)},
@@ -118,6 +123,35 @@ def test_predicted_error_is_what_rounding_unit_variance_coordinates_leaves():
 
 def test_codes_that_do_not_tell_coordinates_apart_predict_nothing():
     assert inspect_plots.predicted_error(seeded.transform_code("rotation-rank")) is None
+
+
+def test_recorded_errors_of_both_sides_are_told_and_drawn(codes, tmp_path, capsys):
+    path, plots = str(tmp_path / "a"), tmp_path / "plots"
+    artifact.save(path, codes, dataclasses.replace(MANIFEST, rounding=ERRORS, layer_ids=(3, 7, 8)))
+    assert cli.main(["inspect", path, "--plots", str(plots), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    for side, first in (("key", (7, 0, 0.3)), ("value", (8, 1, 0.7))):
+        assert found[side]["error_kind"] == "rounding"
+        assert found[side]["errors"] == [list(layer) for layer in getattr(ERRORS, side)]
+        assert found[side]["worst_heads"][0] == dict(zip(("layer", "head", "error"), first, strict=True))
+        assert (plots / f"{side}-rounding-error.svg").is_file()
+    assert not list(plots.glob("*predicted*"))
+    assert "value: worst heads by rounding error" in (plots / "inspect.html").read_text()
+    assert cli.main(["inspect", path]) == 0
+    text = capsys.readouterr().out
+    assert "worst heads by rounding error, layer.head: 7.0 (0.3000), 3.1 (0.2000)" in text
+    assert "worst heads by rounding error, layer.head: 8.1 (0.7000), 3.0 (0.2000)" in text
+    assert "No rounding errors" not in text
+
+
+def test_without_recorded_errors_those_of_keys_are_predicted(stored, codes, capsys):
+    assert cli.main(["inspect", stored, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    predicted = inspect_plots.predicted_error(codes.key)
+    assert predicted is not None
+    assert (found["key"]["error_kind"], found["key"]["errors"]) == ("predicted", predicted.tolist())
+    assert cli.main(["inspect", stored]) == 0
+    assert "No rounding errors are recorded: " in capsys.readouterr().out
 
 
 def test_the_spectrum_is_that_of_the_decode_rows(codes):
