@@ -11,7 +11,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -302,7 +302,7 @@ def rows(arms: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
         interval = arm["dppl_percent_interval"]
         cells.append(
             (
-                name + (f" ({arm['artifact']})" if "artifact" in arm else "") + " (one pass)" * arm["one_pass"],
+                label(name, arm.get("artifact")) + " (one pass)" * arm["one_pass"],
                 f"{arm['kl_mean']:.4f}",
                 f"{arm['kl_p99']:.3f}",
                 f"{arm['ppl']:.2f}",
@@ -333,6 +333,9 @@ def run(args: argparse.Namespace) -> int:
         option = "--layer-errors" if args.layer_errors else "--implementation"
         raise ValueError(f"{option} is about the cache, and --one-pass has none: leave one of them out.")
     check_request(args, others=one_pass.BASELINES)
+    baselines = [name for name in args.recipes if name in one_pass.BASELINES]
+    if baselines and not args.one_pass:
+        print(f"note: {' and '.join(baselines)} have no cache here and run in one pass without one.", file=sys.stderr)
     if args.out:
         reports.require_matplotlib("--out")
         reports.require_place("--out", args.out, folder=True)
@@ -344,7 +347,6 @@ def run(args: argparse.Namespace) -> int:
     _first_measured(model, args.sequence, tiers)
     cache_config(model.config, max_length=args.sequence, tiers=tiers, implementation=args.implementation)
     text = corpus.heldout_text(encode, args.tokens, file=args.text, offset=args.offset, minimum=args.sequence)
-    baselines = [name for name in args.recipes if name in one_pass.BASELINES]
     args.recipes = [name for name in args.recipes if name not in baselines]
     codes, calibration = requested_arms(args, model, length=args.sequence)
     arms: dict[str, TransformCodes | LayerCodes | one_pass.OnePassArm] = {
@@ -362,7 +364,7 @@ def run(args: argparse.Namespace) -> int:
         errors_by_layer=args.layer_errors,
     )
     found["calibration"] = calibration
-    for name, path in zip(codes, args.artifact, strict=False):  # artifacts come before recipes
+    for name, path in artifacts(args, codes).items():
         found["arms"][name]["artifact"] = path
     print(table(found["arms"]), file=sys.stderr if args.json else sys.stdout)
     if args.json:  # before files: a full disk must not cost the run
@@ -418,6 +420,16 @@ def requested_arms(
         warn_beyond(manifest, length, what=f"recipe {name!r}: sequences of {length} tokens are")
         arms[_unused(name, arms)] = codes
     return arms, {"text": source.description, "text_sha256": source.sha256, "tokens": len(source.tokens)}
+
+
+def artifacts(args: argparse.Namespace, arms: Iterable[str]) -> dict[str, str]:
+    """The path of each arm that `requested_arms` or `load_arms` made of `--artifact`."""
+    return dict(zip(arms, args.artifact, strict=False))  # artifacts come before recipes
+
+
+def label(name: str, path: str | None) -> str:
+    """An arm in a table, followed by its artifact's path if it has one."""
+    return name if path is None else f"{name} ({path})"
 
 
 def load_arms(paths: Sequence[str], model: LoadedModel, *, length: int) -> dict[str, TransformCodes | LayerCodes]:

@@ -20,7 +20,7 @@ import numpy as np
 from calib import artifact
 from oscar_jax import report as reports
 from oscar_jax.answering import Answerer
-from oscar_jax.evaluate import BASELINE, load_arms
+from oscar_jax.evaluate import BASELINE, artifacts, label, load_arms
 from oscar_jax.layer_codes import LayerCodes
 from oscar_jax.models import LoadedModel, load
 from pallas_kernels.tiers import Tiers
@@ -140,7 +140,7 @@ def require_lm_eval() -> None:
 
 
 def rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """The report for people, the header first."""
+    """The report for people, the header first; an arm of an artifact is followed by its path."""
     cells = [("task", "metric", "arm", "mean", "standard error", "untruncated", "truncated")]
     for task, metrics in found["tasks"].items():
         for metric, arms in metrics.items():
@@ -151,7 +151,7 @@ def rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
                     (
                         task,
                         metric,
-                        arm,
+                        label(arm, found["artifacts"].get(arm)),
                         f"{value['mean']:.4f}",
                         "-" if error is None else f"{error:.4f}",
                         "-" if rest is None else f"{rest:.4f}",
@@ -186,6 +186,7 @@ def run(args: argparse.Namespace) -> int:
     settings |= {"seeds": args.seeds, "generation": args.generation, "limit": args.limit, "chat": args.chat}
     settings |= {"sink": args.sink, "recent": args.recent}
     found |= {"model": model.identity.model_id, "settings": settings, "seconds": time.perf_counter() - begin}
+    found["artifacts"] = artifacts(args, arms)
     found["versions"] = artifact.package_versions()
     print(reports.aligned(rows(found)), file=sys.stderr if args.json else sys.stdout)
     if args.json:  # before files: a full disk must not cost the run

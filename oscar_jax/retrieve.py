@@ -24,7 +24,7 @@ from tqdm import tqdm
 from calib import artifact
 from oscar_jax import calibrate, corpus, paired
 from oscar_jax import report as reports
-from oscar_jax.evaluate import BASELINE, CHUNK, PLAIN_DTYPE, check_request, requested_arms
+from oscar_jax.evaluate import BASELINE, CHUNK, PLAIN_DTYPE, artifacts, check_request, label, requested_arms
 from oscar_jax.layer_codes import LayerCodes
 from oscar_jax.longcontext import WITHOUT_DEPTH, Haystack, Sample, make_sample
 from oscar_jax.models import LoadedModel, load
@@ -199,8 +199,8 @@ def _grouped(samples: Sequence[Sample], key) -> dict[Any, list[int]]:
     return groups
 
 
-def rows(pairs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """The report's pairs for people, the header first."""
+def rows(pairs: Sequence[Mapping[str, Any]], artifacts: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """The report's pairs for people, the header first; an arm of an artifact is followed by its path."""
     cells = [("task", "tokens", "arm", "exact", "bf16", "points", "McNemar p", "log-prob. change", "95 % interval")]
     for pair in pairs:
         interval = pair["log_probability_change_interval"]
@@ -208,7 +208,7 @@ def rows(pairs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
             (
                 pair["task"],
                 str(pair["length"]),
-                pair["arm"],
+                label(pair["arm"], artifacts.get(pair["arm"])),
                 f"{100 * pair['exact']:.1f} %",
                 f"{100 * pair['baseline_exact']:.1f} %",
                 f"{pair['difference_points']:+.1f}",
@@ -255,6 +255,7 @@ def run(args: argparse.Namespace) -> int:
         "model": model.identity.model_id,
         "haystack": source,
         "seed": args.seed,
+        "artifacts": artifacts(args, arms),
         "calibration": calibration,
         "batch": args.batch,
         "implementation": args.implementation,
@@ -262,10 +263,11 @@ def run(args: argparse.Namespace) -> int:
         "seconds": time.perf_counter() - begin,
         "versions": artifact.package_versions(),
     }
-    print(reports.aligned(rows(found["pairs"])), file=sys.stderr if args.json else sys.stdout)
+    table = rows(found["pairs"], found["artifacts"])
+    print(reports.aligned(table), file=sys.stderr if args.json else sys.stdout)
     if args.json:  # before files: a full disk must not cost the run
         print(json.dumps(found))
     if args.out:
-        files = reports.write_retrieval(Path(args.out), found, table=rows(found["pairs"]))
+        files = reports.write_retrieval(Path(args.out), found, table=table)
         print(f"wrote {', '.join(map(str, files))}", file=sys.stderr)
     return 0

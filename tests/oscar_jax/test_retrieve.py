@@ -95,7 +95,10 @@ def test_the_command(tiny, tiny_folder, tiny_text, codes, tmp_path, capsys):
     common += [tiny_text / "heldout.txt", "--depths", "0,1", "--samples", 1, "--sink", 8, "--recent", 64]
     out = ["--length", 600, "--batch", 2, "--out", tmp_path / "out", "--json"]
     assert cli.main([str(each) for each in [*common, *out]]) == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    printed = capsys.readouterr()
+    report = json.loads(printed.out.splitlines()[-1])
+    assert report["artifacts"] == {"naive": str(tmp_path / "saved")}
+    assert f"  naive ({tmp_path / 'saved'})  " in printed.err
     assert json.loads((tmp_path / "out" / "report.json").read_text()) == report
     assert (tmp_path / "out" / "report.html").read_text().count("<svg") == 1
     assert [(cell["arm"], cell["depth"]) for cell in report["cells"]] == [
