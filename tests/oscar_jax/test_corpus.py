@@ -72,6 +72,42 @@ def test_unknown_split(wiki):
         corpus.wiki_summaries("test", wiki)  # pyright: ignore[reportArgumentType]
 
 
+WRITTEN = {
+    "The well-known (sea) lobster, it's said: 1,234 of 5.6 kg.": (
+        "The well @-@ known ( sea ) lobster , it 's said : 1 @,@ 234 of 5 @.@ 6 kg ."
+    ),
+    "He cried \"stop it\". J. F. Doe's dogs' legs - 60\u00a0cm, 10%\u201320% - ran to the U.S. Army.": (
+        "He cried \" stop it \" . J. F. Doe 's dogs ' legs - 60 cm , 10 % \u2013 20 % - ran to the U.S. Army ."
+    ),
+    "In 1,000,000 e.g. 'quoted' words; and no. 5 (1869\u20131871).": (
+        "In 1 @,@ 000 @,@ 000 e.g. ' quoted ' words ; and no. 5 ( 1869 \u2013 1871 ) ."
+    ),
+}
+
+
+@pytest.mark.parametrize("plain", WRITTEN)
+def test_punctuation_of_a_tokenized_corpus_stands_alone(plain):
+    """The marks of WikiText; it is written three times, so that no word is rare."""
+    text = corpus.as_tokenized_corpus([f"A-b\n\n{plain}"] * 3)
+    article = f" \n \n {WRITTEN[plain]} \n \n"
+    assert text == f" = A @-@ b ={article} = = A @-@ b = ={article} = = A @-@ b = ={article}"
+
+
+def test_rare_words_of_a_tokenized_corpus_are_unknown():
+    text = corpus.as_tokenized_corpus(["One\n\nthe Cat.\n\nthe cat", "Two\n\nthe cat. Now", "Three\n\ncat"])
+    assert text == (
+        " = <unk> = \n \n the <unk> <unk> \n the cat \n \n = = <unk> = = \n \n the cat <unk> <unk> \n \n"
+        " = = <unk> = = \n \n cat \n \n"
+    )
+
+
+def test_every_eighth_article_of_a_tokenized_corpus_begins_anew():
+    lines = corpus.as_tokenized_corpus(["Same\n\nthing"] * 20).splitlines()
+    headings = [line for line in lines if "=" in line]
+    assert len(headings) == 20
+    assert [i for i, line in enumerate(headings) if line == " = Same = "] == [0, 8, 16]
+
+
 def test_python_topics_are_stable_and_long():
     topics = corpus.python_topics()
     assert topics == corpus.python_topics()
@@ -81,16 +117,19 @@ def test_python_topics_are_stable_and_long():
 
 def test_the_default_mixture_is_prose_short_and_long_documentation_and_code(wiki, prose):
     text = corpus.calibration_text(encode, 1000, wiki_path=wiki, prose_path=prose)
+    articles = corpus.wiki_summaries("calibration", wiki)
+    half = len(articles) // 2
     parts = [
-        corpus.take(corpus.wiki_summaries("calibration", wiki), encode, 450),
+        corpus.take(articles[:half], encode, 200),
+        encode(corpus.as_tokenized_corpus(articles[half:]))[:250],
         corpus.take(corpus.python_topics(), encode, 150),
         encode("In the beginning. " * 500)[:250],
         corpus.take(corpus.python_library(), encode, 150),
     ]
     np.testing.assert_array_equal(text.tokens, np.concatenate(parts))
     assert text.description == (
-        "450 tokens of Wikipedia summaries + 150 tokens of Python topics + 250 tokens of the King James Bible + "
-        "150 tokens of Python's library"
+        "200 tokens of Wikipedia summaries + 250 tokens of Wikipedia summaries written as tokenized corpora are + "
+        "150 tokens of Python topics + 250 tokens of the King James Bible + 150 tokens of Python's library"
     )
 
 
@@ -98,7 +137,8 @@ def test_a_python_without_its_library_leaves_its_part_to_the_others(wiki, prose,
     monkeypatch.setattr(corpus, "python_library", list)
     text = corpus.calibration_text(encode, 850, wiki_path=wiki, prose_path=prose)
     assert text.description == (
-        "450 tokens of Wikipedia summaries + 150 tokens of Python topics + 250 tokens of the King James Bible"
+        "200 tokens of Wikipedia summaries + 250 tokens of Wikipedia summaries written as tokenized corpora are + "
+        "150 tokens of Python topics + 250 tokens of the King James Bible"
     )
 
 
