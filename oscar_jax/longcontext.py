@@ -147,11 +147,9 @@ def _needles(request: _Request, *, keys: int, values: int, asked: int) -> Sample
     wanted = _listed(names[:asked])
     many = asked * values > 1
     number, verb = ("numbers", "are") if many else ("number", "is")
-    # The cue ends as the facts do, with a colon: without it a model that copies a fact writes the colon first, which
-    # counts as a wrong answer.
     ask = (
         f"\n\nWhat {verb} the special magic {number} for {wanted} mentioned in the text above? The special magic "
-        f"{number} for {wanted} mentioned in the text above {verb}:"
+        f"{number} for {wanted} mentioned in the text above {verb}"
     )
     # The first fact stands at the depth, the others at equal distances behind it and, past the end, from the start on.
     places = [(request.depth + i / len(facts)) % 1 if i else request.depth for i in range(len(facts))]

@@ -1,8 +1,7 @@
 """`oscar-jax retrieve`: what a 2-bit cache still finds in a long prompt, beside the plain cache on the same samples.
 
-A sample's answer is scored by its log-probability and by whether greedy decoding would write it: it would exactly if
-every token of the answer is the most likely one after those before it. What a query reads depends on its position
-only, so one pass over prompt and answer through the real cache gives both.
+A sample's answer is scored by its log-probability, fed token by token after the prompt, and by whether greedy decoding
+writes it, at once or after a few other tokens (a colon, a new line), as RULER scores what a model writes.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,19 +27,20 @@ from oscar_jax.evaluate import BASELINE, CHUNK, PLAIN_DTYPE, artifacts, check_re
 from oscar_jax.layer_codes import LayerCodes
 from oscar_jax.longcontext import WITHOUT_DEPTH, Haystack, Sample, make_sample
 from oscar_jax.models import LoadedModel, load
-from oscar_jax.step import Step, cache_config, make_step
+from oscar_jax.step import Step, cache_config, make_step, prefill
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
 
 BATCH = 4
 HAYSTACK_CHARACTERS = 4_000_000  # more would only take longer to tokenize
+LEAD = 8  # tokens that greedy decoding may write beside the answer's own
 
 
 class Score(NamedTuple):
     """Of one sample in one arm.
 
     Attributes:
-        exact: greedy decoding writes the answer.
+        exact: greedy decoding writes the answer, whole, in as many tokens as it has and `LEAD` more.
         log_probability: of the whole answer, nats.
     """
 
@@ -95,48 +95,59 @@ def score(
     if longest > model.config.max_position:
         raise ValueError(f"length={longest}: the model's context is {model.config.max_position}; use a shorter one.")
     if codes is None:
-        tiers, implementation = dataclasses.replace(tiers, recent=max(tiers.recent, longest - tiers.sink)), None
-    batch = min(batch, len(samples))
+        tiers, implementation = dataclasses.replace(tiers, recent=max(tiers.recent, longest + LEAD - tiers.sink)), None
+    batch, room = min(batch, len(samples)), min(longest + LEAD, model.config.max_position)
     config = cache_config(
-        model.config, max_length=longest, tiers=tiers, plain_dtype=PLAIN_DTYPE, batch=batch,
+        model.config, max_length=room, tiers=tiers, plain_dtype=PLAIN_DTYPE, batch=batch,
         implementation=implementation,
     )  # fmt: skip
     step = make_step(model.decoder, config, codes)
-    answer = max(sample.answer_tokens for sample in samples)
     by_length: dict[int, list[int]] = {}
     for i, sample in enumerate(samples):
         by_length.setdefault(len(sample.tokens), []).append(i)
     groups = [indices[i : i + batch] for indices in by_length.values() for i in range(0, len(indices), batch)]
     scores: dict[int, Score] = {}
     for group in tqdm(groups, desc=description, unit="batch", disable=not progress, file=sys.stderr):
-        rows = np.stack([samples[i].tokens for i in group])
-        rows = np.concatenate([rows, np.repeat(rows[-1:], batch - len(group), axis=0)])
-        right, log_p = _answers(step, rows, answer, chunk)
-        for row, i in enumerate(group):
-            own = samples[i].answer_tokens
-            scores[i] = Score(bool(right[row, -own:].all()), float(log_p[row, -own:].sum(dtype=np.float64)))
+        rows = [samples[i] for i in [*group, *group[-1:] * (batch - len(group))]]
+        scores |= zip(group, _answers(step, rows, model.tokenizer.decode, chunk), strict=False)
     return [scores[i] for i in range(len(samples))]
 
 
-def _answers(step: Step, rows: np.ndarray, answer: int, chunk: int) -> tuple[np.ndarray, np.ndarray]:
-    """Whether each of the last `answer` tokens is the most likely one, and its log-probability, `[B, answer]`."""
-    cache, length = step.init(), rows.shape[1]
-    first = length - 1 - answer  # the query that predicts the first of them
-    kept = []
-    for start in range(0, length, chunk):
-        tokens = rows[:, start : start + chunk]
-        counts = np.full(len(rows), tokens.shape[1], np.int32)
-        hidden, cache = step(cache, np.pad(tokens, ((0, 0), (0, chunk - tokens.shape[1]))), counts, output="hidden")
-        if start + chunk > first:
-            kept.append(hidden[:, max(first - start, 0) : length - start])
-    hidden = jnp.concatenate(kept, axis=1)[:, :answer]
-    right, log_p = _judge(step.decoder, hidden, jnp.asarray(rows[:, -answer:]))
-    return np.asarray(right), np.asarray(log_p)
+def _answers(step: Step, samples: Sequence[Sample], decode: Callable[..., str], chunk: int) -> list[Score]:
+    """Of one batch, all of one length."""
+    own = np.asarray([sample.answer_tokens for sample in samples], np.int32)
+    targets = np.zeros((len(samples), own.max()), np.int32)
+    for row, sample in zip(targets, samples, strict=True):
+        row[: sample.answer_tokens] = sample.tokens[-sample.answer_tokens :]
+    prompts = [sample.tokens[: -sample.answer_tokens].tolist() for sample in samples]
+    first, cache = prefill(step, step.init(), prompts, chunks=(chunk,))
+    asked, logits = jax.tree.map(jnp.copy, cache), first[:, None]  # a step donates the cache it gets
+    if targets.shape[1] > 1:
+        later, _ = step(cache, targets[:, :-1], own - 1, output="all")
+        logits = jnp.concatenate([logits, later], axis=1)
+    right, log_p = map(np.asarray, _judge(logits, targets))
+    scores = [
+        Score(bool(right[row, :count].all()), float(log_p[row, :count].sum(dtype=np.float64)))
+        for row, count in enumerate(own)
+    ]
+    if all(score.exact for score in scores):
+        return scores
+    room = step.config.max_length - max(map(len, prompts))
+    written = [np.asarray(first.argmax(-1))]
+    while len(written) < min(targets.shape[1] + LEAD, room):
+        first, asked = step(asked, written[-1][:, None])
+        written.append(np.asarray(first.argmax(-1)))
+    texts = map(decode, np.stack(written, axis=1))
+    answers = (decode(row[:count]).strip() for row, count in zip(targets, own, strict=True))
+    return [
+        score._replace(exact=score.exact or answer in text)
+        for score, text, answer in zip(scores, texts, answers, strict=True)
+    ]
 
 
 @jax.jit
-def _judge(decoder, hidden, targets):
-    log_p = jax.nn.log_softmax(decoder.logits(hidden), axis=-1)
+def _judge(logits, targets):
+    log_p = jax.nn.log_softmax(logits, axis=-1)
     return log_p.argmax(-1) == targets, jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
 
 

@@ -34,13 +34,14 @@ def samples(tiny, tiny_text):
     return [make_sample("quote", haystack, length=LENGTH, depth=0.3, tiers=TIERS, seed=0, index=i) for i in range(3)]
 
 
-def _continued(tiny, sample):
-    """The sample with the model's own greedy continuation as its answer."""
+def _continued(tiny, sample, *, lead=0):
+    """The sample with the model's own greedy continuation as its answer, but for its first tokens."""
     row = sample.tokens[: -sample.answer_tokens].tolist()
-    for _ in range(sample.answer_tokens):
-        padded = jnp.asarray([row + [0] * (LENGTH - len(row))])
+    start = len(row)
+    for _ in range(lead + sample.answer_tokens):
+        padded = jnp.asarray([row + [0] * (LENGTH + lead - len(row))])
         row.append(int(_logits(tiny.decoder, padded)[0, len(row) - 1].argmax()))
-    return dataclasses.replace(sample, tokens=np.asarray(row, np.int32))
+    return dataclasses.replace(sample, tokens=np.asarray(row[:start] + row[start + lead :], np.int32))
 
 
 @jax.jit
@@ -49,9 +50,10 @@ def _logits(decoder, tokens):
     return decoder.logits(decoder(tokens, positions, plain_attention(decoder.config), None)[0])
 
 
-def test_scores_are_those_of_a_forward_and_exact_is_what_greedy_decoding_writes(tiny, samples):
-    """The last of a batch that is not full has the model's own continuation as its answer."""
-    made = [*samples[:2], _continued(tiny, samples[2])]
+@pytest.mark.parametrize("lead", [0, 3])
+def test_scores_are_those_of_a_forward_and_exact_is_what_greedy_decoding_writes(tiny, samples, lead):
+    """The last of a batch that is not full has the model's own continuation, or what it writes after three tokens."""
+    made = [*samples[:2], _continued(tiny, samples[2], lead=lead)]
     scores = retrieve.score(tiny, None, made, tiers=TIERS, batch=2, chunk=128, progress=False)
     assert [score.exact for score in scores] == [False, False, True]
     for sample, score in zip(made, scores, strict=True):
