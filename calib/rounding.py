@@ -15,7 +15,7 @@ from calib.settings import groups
 from pallas_kernels import codec
 from pallas_kernels.transform_code import TransformCode
 
-ROWS = 512
+ROWS = 256
 VERSION = 1
 Heads = tuple[tuple[float, ...], ...]
 

@@ -21,10 +21,10 @@ def test_unit_variance_leaves_the_known_shares_and_dropped_coordinates_all_of_th
     )
     mean = np.ones((1, 2, dim))
     found = rounding.measure(code, mean, eye, eye, scale_dtype="float16")
-    np.testing.assert_allclose(found, [[ERRORS[2], (1 + ERRORS[2]) / 2]], rtol=0.03)
+    np.testing.assert_allclose(found, [[ERRORS[2], (1 + ERRORS[2]) / 2]], rtol=0.05)
     kept_only = eye * (np.arange(dim) < 32)
     found = rounding.measure(code, mean, eye, kept_only, scale_dtype="float16")
-    np.testing.assert_allclose(found, [[ERRORS[2]] * 2], rtol=0.06)  # the fitted scale takes 1 in 32
+    np.testing.assert_allclose(found, [[ERRORS[2]] * 2], rtol=0.08)  # the fitted scale takes 1 in 32
     assert not rounding.measure(code, mean, eye, 0 * eye, scale_dtype="float16").any()
 
 

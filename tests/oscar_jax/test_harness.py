@@ -109,10 +109,15 @@ def test_a_report_that_cannot_be_written_is_printed_nevertheless(tiny, tmp_path,
 
     monkeypatch.setattr(harness, "require_lm_eval", lambda: None)
     monkeypatch.setattr(harness, "load", lambda name: tiny)
-    monkeypatch.setattr(harness, "load_arms", lambda *_, **__: {})
-    monkeypatch.setattr(harness, "compare", lambda *_, **__: {"tasks": {}, "answers": {}})
+    score = {"mean": 0.5, "standard_error": None, "by_seed": [0.5]}
+    tasks = {"x": {"acc,none": {"bf16": score, "default": score}}}
+    monkeypatch.setattr(harness, "load_arms", lambda *_, **__: {"default": None})
+    monkeypatch.setattr(harness, "compare", lambda *_, **__: {"tasks": tasks, "answers": {}})
     monkeypatch.setattr(reports, "write_text", full)
     assert cli.main([*_COMMAND, str(tmp_path / "report.json")]) != 0
     printed = capsys.readouterr()
-    assert json.loads(printed.out.splitlines()[-1])["settings"]["max_tokens"] > 0
+    found = json.loads(printed.out.splitlines()[-1])
+    assert found["settings"]["max_tokens"] > 0
+    assert found["artifacts"] == {"default": "no-such"}
+    assert "  default (no-such)  " in printed.err
     assert "No space left on device" in printed.err
