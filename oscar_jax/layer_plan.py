@@ -94,7 +94,8 @@ def save(path: Path, plan: LayerPlan, manifest: artifact.Manifest) -> dict[str, 
     for size in {size for size in plan.slots if size is not None}:
         layers = plan.layers(size)
         codes = _of_layers(plan.codes[size], layers)
-        artifact.save(path / _folder(size), codes, dataclasses.replace(manifest, layer_ids=tuple(layers)))
+        own = dataclasses.replace(manifest, layer_ids=tuple(layers), rounding=None)  # those would be of all layers
+        artifact.save(path / _folder(size), codes, own)
     content = {
         "recipe": manifest.recipe,
         "slots": plan.slots,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from calib.artifact import Manifest
+from calib.rounding import RoundingErrors
 from oscar_jax import cache as cache_module
 from oscar_jax import calibrate as calibration
 from oscar_jax import cli, corpus, evaluate, layer_plan, one_pass, sensitivity
@@ -245,7 +246,8 @@ def test_the_commands_read_a_plan_as_any_artifact(tiny, tiny_folder, tiny_text, 
 def test_a_damaged_plan_is_named(tiny, planned, tmp_path):
     plan, manifest = planned
     manifest = dataclasses.replace(manifest, model=tiny.identity)
-    layer_plan.save(tmp_path, plan, manifest)
+    of_all = RoundingErrors.of(np.ones((2, 2)), np.ones((2, 2)))  # a size holds fewer layers
+    layer_plan.save(tmp_path, plan, dataclasses.replace(manifest, rounding=of_all))
     assert layer_plan.load(tmp_path)[1].recipe == "default-plan"
     content = json.loads((tmp_path / "plan.json").read_text())
     for damage, message in (
