@@ -51,6 +51,26 @@ def test_the_baseline_costs_nothing_and_better_codes_cost_less(scores):
     assert scores["default"].cache_bytes < scores["naive"].cache_bytes < scores["bf16"].cache_bytes
 
 
+@jax.tree_util.register_static
+class Identity:
+    """A decoder whose hidden states are its logits."""
+
+    def logits(self, hidden):
+        return hidden
+
+
+def test_kl_is_from_the_baseline_to_the_arm():
+    base, arm = (jnp.log(jnp.asarray([[p]])) for p in ([0.5, 0.5], [0.25, 0.75]))
+    target = jnp.asarray([[0]])
+    reference, kl, nll, agrees = evaluate._compare(Identity(), base, target, None)
+    assert kl[0, 0] == 0
+    assert nll[0, 0] == pytest.approx(np.log(2))
+    assert agrees[0, 0]
+    _, kl, nll, _ = evaluate._compare(Identity(), arm, target, reference)
+    assert kl[0, 0] == pytest.approx(0.5 * np.log(4 / 3))  # the other way round: 0.1308 instead of 0.1438
+    assert nll[0, 0] == pytest.approx(np.log(4))
+
+
 def test_baseline_likelihood_equals_a_forward_without_a_cache(tiny, scores, heldout):
     windows = jnp.asarray(heldout.tokens.reshape(2, 400))
     positions = jnp.broadcast_to(jnp.arange(400), windows.shape)
