@@ -95,6 +95,20 @@ def test_loading_checks_name_side_layer_and_head(leaf, value, message):
         dataclasses.replace(code, **{leaf: array}).check("value")
 
 
+@pytest.mark.parametrize(("leaf", "at"), [("encode", (0, 0, 0, 1)), ("encode", (0, 0, 2, 2)), ("decode", (0, 0, 1, 3))])
+def test_a_frame_and_its_inverse_may_differ_by_a_ten_thousandth(leaf, at):
+    code = frame([2] * 8)
+    for error in (0.9e-4, -0.9e-4, 1.1e-4, -1.1e-4):
+        array = np.array(getattr(code, leaf), np.float32)
+        array[at] += error
+        changed = dataclasses.replace(code, **{leaf: array})
+        if abs(error) < 1e-4:
+            changed.check("key")
+        else:
+            with pytest.raises(ValueError, match=r"A M differs from the identity by 1\.1e-04, more than 1e-4"):
+                changed.check("key")
+
+
 def test_a_code_that_keeps_nothing_is_refused():
     with pytest.raises(ValueError, match="key transform code, layer 0, head 0: no coordinate is kept"):
         frame([0] * 8).check("key")
