@@ -38,6 +38,7 @@ class Case:
     exact_chunk: bool = False
     seed: int = 0
     behind: bool = False  # poison, too, what a window hides from every query of the call
+    bias: float = 0.0  # of channel 7 of every key, known to the code's mean
     room: int = 0  # shapes are those of a sequence of at least this length
 
     @property
@@ -67,7 +68,8 @@ def codes_of(case: Case, layers=2) -> TransformCodes:
         case.key, case.value, bucket=case.bucket, head_dim=case.head_dim, kv_heads=case.kv_heads, layers=layers,
         seed=case.seed,
     )  # fmt: skip
-    return dataclasses.replace(codes, scale_dtype=case.scale_dtype)
+    mean = codes.key.mu + np.float32(case.bias) * (np.arange(case.head_dim) == 7)
+    return dataclasses.replace(codes, key=dataclasses.replace(codes.key, mu=mean), scale_dtype=case.scale_dtype)
 
 
 def build(case: Case, codes: TransformCodes, *, layer=1, page_order=None) -> State:
@@ -108,7 +110,8 @@ def build(case: Case, codes: TransformCodes, *, layer=1, page_order=None) -> Sta
         turn = definition.bucket_rotations(codes, tiers, total, dim) if total else np.zeros((0, dim, dim))
         sequence = {}
         for side, code in sides.items():
-            x = rounded(rng.normal(size=(total, kv_heads, dim)))
+            x = rng.normal(size=(total, kv_heads, dim))
+            x = rounded(x + case.bias * (np.arange(dim) == 7) if side == "k" else x)
             new[side][b, :count] = x[start:]
             for j in range(max(0, lowest), min(start, tiers.sink)):
                 plain[side][0][layer, b, j] = x[j]

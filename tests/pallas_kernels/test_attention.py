@@ -115,6 +115,10 @@ def check_cases(wanted):
         assert error_of(name) < 2e-5, name
 
 
+def test_fault_q10_large_keys_in_bfloat16_read_as_the_dequantized_oracle():
+    assert error(dataclasses.replace(CASES["one recent token"], bias=400.0)) < 2e-5
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_attention_equals_the_definition(name):
     """Pools are poisoned: NaN plain tokens, 0xFF slots and NaN scales wherever there is no token that a query sees."""
