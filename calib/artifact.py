@@ -40,6 +40,7 @@ PACKAGES = ("oscar-jax", "jax", "jaxlib", "numpy", "orbax-checkpoint", "flax", "
 SIDES = ("key", "value")
 PLAN_FILE = "plan.json"  # marks a folder of artifacts that share out one model's layers (`oscar_jax.layer_plan`)
 UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of every directory Orbax has not committed yet
+STEP_ENTRIES = ("_CHECKPOINT_METADATA", "arrays", "commit_success.txt", "manifest")  # of an artifact, and nothing else
 
 Placement = jax.sharding.Sharding | Callable[[str], jax.sharding.Sharding | None]
 
@@ -180,16 +181,17 @@ def save(path: str | os.PathLike[str], codes: TransformCodes, manifest: Manifest
     """Writes an artifact, replacing the one at `path` if there is one; returns the manifest as stored.
 
     Args:
-        path: the artifact's directory; made if missing.
+        path: the artifact's directory; made if missing, else one that `require_replaceable` takes.
         codes: arrays on any devices, in any sharding.
         manifest: the caller's fields.
 
     Raises:
         ValueError: codes that fail the loading checks (zero or non-finite scales too), layer ids or rounding errors
-            that do not fit.
+            that do not fit, a directory of something else.
         OSError: the disk is full or `path` cannot be written; the old artifact, if any, is untouched.
     """
     path = Path(path).absolute()
+    require_replaceable(path)
     codes.check()
     if manifest.layer_ids and len(manifest.layer_ids) != codes.layers:
         raise ValueError(
@@ -234,6 +236,42 @@ def save(path: str | os.PathLike[str], codes: TransformCodes, manifest: Manifest
         advice = "free some space or choose another path" if full else "choose another path"
         raise OSError(f"artifact {path}: cannot be written ({reason}); {advice}.") from error
     return manifest
+
+
+def require_replaceable(path: str | os.PathLike[str]) -> None:
+    """Raises ValueError unless `path` is no directory, an empty one, an artifact, or what an interrupted `save` left.
+
+    Orbax takes every directory named by a number for a step of its own, and deletes the old ones.
+    """
+    path = Path(path).absolute()
+    if not path.is_dir():
+        return
+    children = sorted(path.iterdir())
+    steps = [child for child in children if child.name.isdigit() or UNFINISHED in child.name]
+    foreign = [step for step in steps if not _holds_only_ours(step)]
+    # A kill while an old step was being deleted leaves a part of it beside the new one.
+    if not foreign and not any(map(_has_manifest, steps)):
+        foreign = [child for child in children if UNFINISHED not in child.name]
+    if foreign:
+        raise ValueError(
+            f"artifact {path}: the folder holds {foreign[0].name!r}, which is not an artifact's; choose a new or empty "
+            "folder, or an artifact to replace."
+        )
+
+
+def _holds_only_ours(step: Path) -> bool:
+    if step.is_symlink() or not step.is_dir():
+        return False
+    return all(child.name.partition(UNFINISHED)[0] in STEP_ENTRIES for child in step.iterdir())
+
+
+def _has_manifest(step: Path) -> bool:
+    """Whether it is a step of an artifact, of whatever format version."""
+    try:
+        sealed = json.loads((step / "manifest" / "metadata").read_bytes())
+        return {"recipe", "format_version"} <= sealed["manifest"].keys() and "sha256" in sealed
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return False
 
 
 def load(

@@ -434,6 +434,54 @@ def test_manifest_survives_json():
     assert Manifest.from_json(json.loads(json.dumps(manifest.to_json()))) == manifest
 
 
+def snapshot(folder):
+    return {str(path.relative_to(folder)): path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        (["2023/thesis.txt"], "2023"),
+        (["3/"], "3"),
+        (["0/arrays/x", "0/manifest/metadata"], "0"),  # steps of another program
+        (["7.orbax-checkpoint-tmp/state/x"], "7.orbax-checkpoint-tmp"),
+        (["0"], "0"),
+        (["notes.txt"], "notes.txt"),
+        (["plan.json", "slots-16/0/arrays/x"], "plan.json"),
+    ],
+)
+def test_a_folder_of_something_else_is_refused_and_left_alone(files, named, tmp_path):
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).mkdir() if file.endswith("/") else (tmp_path / file).write_text("{}")
+    before = snapshot(tmp_path)
+    with pytest.raises(ValueError, match=rf"artifact {tmp_path}: the folder holds '{re.escape(named)}', which is not"):
+        artifact.save(tmp_path, codes(), MANIFEST)
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("file", ["5/thesis.txt", "0/thesis.txt", "1.orbax-checkpoint-tmp/thesis.txt"])
+def test_what_is_no_step_of_an_artifact_keeps_it_from_being_replaced(file, stored):
+    (stored / file).parent.mkdir(exist_ok=True)
+    (stored / file).write_text("mine")
+    before = snapshot(stored)
+    with pytest.raises(ValueError, match=rf"holds '{file.split('/')[0]}', which is not an artifact's"):
+        artifact.save(stored, codes(seed=5), MANIFEST)
+    assert snapshot(stored) == before
+
+
+def test_what_an_interrupted_save_left_is_replaced(stored, tmp_path):
+    """Beside a file of the user's, which stays."""
+    (stored / "notes.txt").write_text("mine")
+    (stored / "1.orbax-checkpoint-tmp" / "arrays.orbax-checkpoint-tmp").mkdir(parents=True)
+    shutil.copytree(stored / "0" / "arrays", stored / "2" / "arrays")  # as the deletion of an old step leaves it
+    artifact.save(stored, codes(seed=5), MANIFEST)
+    assert steps(stored) == ["3", "notes.txt"]
+    (tmp_path / "b" / "0.orbax-checkpoint-tmp").mkdir(parents=True)
+    artifact.save(tmp_path / "b", codes(), MANIFEST)
+    assert steps(tmp_path / "b") == ["0"]
+
+
 FULL = """
 import resource, signal, sys
 from calib import artifact
