@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -281,7 +281,7 @@ def _sequence(sequence: int | None, bucket: int, context: int, text: corpus.Toke
     tokens, least = len(text.tokens), STATISTICS_SINK + STATISTICS_RECENT + 1
     if tokens < least:
         raise ValueError(
-            f"text: {text.description} holds {tokens} tokens, {least} are the fewest to calibrate on; give more."
+            f"text ({text.description}): has {tokens} of the {least} tokens that calibrating takes at least; give more."
         )
     if sequence is None:
         return min(bucket + STATISTICS_SINK + STATISTICS_RECENT, context, tokens)
@@ -334,9 +334,13 @@ def _kv_bytes(model: LoadedModel, tokens: int) -> int:
 def run(args: argparse.Namespace) -> int:
     """`oscar-jax calibrate`."""
     begin = time.perf_counter()
-    get_recipes(args.recipe)
+    names = [recipe.name for recipe in get_recipes(args.recipe)]
+    paths = {name: Path(args.out) if len(names) == 1 else Path(args.out) / name for name in names}
     _require_pages(args.bucket, Tiers().page)
     _require_writable(Path(args.out).absolute())
+    if args.average_bits is None:  # a plan's artifacts have folders of their own
+        for path in paths.values():
+            artifact.require_replaceable(path)
     if args.average_bits is not None and len(args.recipe) > 1:
         raise ValueError(f"average_bits with the recipes {', '.join(args.recipe)}: expected one recipe.")
     model = load(args.model)
@@ -354,7 +358,6 @@ def run(args: argparse.Namespace) -> int:
         max_position=args.max_position,
         value_metric=args.value_metric,
     )
-    paths = {name: Path(args.out) if len(results) == 1 else Path(args.out) / name for name in results}
     for name, (codes, manifest) in results.items():
         artifact.save(paths[name], codes, manifest)
     report: dict[str, Any] = {
@@ -389,9 +392,12 @@ def _require_pages(bucket: int, page: int) -> None:
 
 
 def _require_writable(out: Path) -> None:
-    """Finds out before anything has run, without making the folder."""
+    """Finds out before anything has run, by a file that is gone again; the folder itself is not made."""
     place = next(path for path in (out, *out.parents) if path.exists())
     if not place.is_dir():
         raise ValueError(f"out={str(out)!r}: {place} is a file; expected a folder, or a name for a new one.")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise PermissionError(f"out={str(out)!r}: {place} is not writable; choose another place.")
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:  # what access bits say is not all: a read-only file system, /proc, a full disk
+        raise OSError(f"out={str(out)!r}: {place} is not writable ({error.strerror}); choose another place.") from None

@@ -17,6 +17,7 @@ KEY_FILE, VALUE_FILE = "k_rotation.pt", "v_rotation.pt"
 def run(args: argparse.Namespace) -> int:
     """`oscar-jax convert import|export`; always 0, errors are raised."""
     if args.action == "import":
+        artifact.require_replaceable(args.out)
         from oscar_jax import models  # transformers, needed only to read a model
 
         model = None if args.model is None else models.load(args.model)
@@ -56,7 +57,7 @@ def import_rotations(
 
     Args:
         key_file, value_file: `.pt` files of one model; read without executing anything in them.
-        out: the artifact's directory.
+        out: the artifact's directory, as `artifact.save` takes it.
         shape: layers, KV heads and head size of the model. Needed for files with one rotation a layer, which do not say
             for how many heads.
         identity: recorded, so that the artifact refuses another model.

@@ -2,12 +2,15 @@
 
 import copy
 import dataclasses
+import errno
 import json
 import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -117,7 +120,7 @@ def test_sequences_begin_as_the_tokenizer_begins_every_text(tiny):
 @pytest.mark.parametrize(
     ("tokens", "options", "message"),
     [
-        (60, {}, "holds 60 tokens, 81 are the fewest"),
+        (60, {}, r"text \(60 tokens of .*\): has 60 of the 81 tokens"),
         (500, {"sequence": 501}, "shorter than one sequence of 501"),
         (1000, {"sequence": 900}, "context is 768 tokens"),
         (500, {"sequence": 50}, "at least 81"),
@@ -242,9 +245,28 @@ def test_bad_input_is_one_sentence_and_writes_nothing(tiny_folder, tiny_text, tm
 
 
 def test_an_unwritable_place_is_found_before_anything_runs(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(calibration.os, "access", lambda path, mode: path != tmp_path)  # root may write anywhere
+    def refuse(dir):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)  # root may write anywhere
     assert run("calibrate", "--model", "/nowhere", "--out", tmp_path / "new" / "out") == 1
-    assert f"{tmp_path} is not writable; choose another place" in capsys.readouterr().err
+    assert f"{tmp_path} is not writable (Permission denied); choose another place" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc, where even root makes no files")
+def test_a_place_that_only_seems_writable_is_found_before_anything_runs(capsys):
+    assert run("calibrate", "--model", "/nowhere", "--out", "/proc/x") == 1
+    assert "/proc is not writable" in capsys.readouterr().err
+
+
+def test_a_folder_of_something_else_is_found_before_anything_runs(tmp_path, capsys):
+    for folder in (tmp_path / "2023", tmp_path / "naive" / "3"):
+        folder.mkdir(parents=True)
+        (folder / "thesis.txt").write_text("mine")
+    for recipes, folder, held in (("naive", tmp_path, "2023"), ("default,naive", tmp_path / "naive", "3")):
+        assert run("calibrate", "--model", "/nowhere", "--recipes", recipes, "--out", tmp_path) == 2
+        assert f"artifact {folder}: the folder holds '{held}'" in capsys.readouterr().err
+    assert len(list(tmp_path.rglob("thesis.txt"))) == 2
 
 
 def killed(command, after):

@@ -115,6 +115,15 @@ def test_swapped_files_are_refused(key, value, side, files, tmp_path):
     assert not (tmp_path / "a").exists()
 
 
+def test_a_folder_of_something_else_is_refused_before_a_model_is_read(files, tmp_path, capsys):
+    (tmp_path / "ud" / "2023").mkdir(parents=True)
+    (tmp_path / "ud" / "2023" / "thesis.txt").write_text("mine")
+    pair = files(rotation_file(heads=2), rotation_file(heads=2, objective=VALUES))
+    assert cli.main(["convert", "import", *pair, "--model", "/nowhere", "--out", str(tmp_path / "ud")]) == 2
+    assert "the folder holds '2023', which is not an artifact's; choose a new" in capsys.readouterr().err
+    assert (tmp_path / "ud" / "2023" / "thesis.txt").read_text() == "mine"
+
+
 def test_layers_of_a_hybrid_model_keep_their_numbers(files, tmp_path):
     file = rotation_file(heads=2, layers=2)
     file = rotation_zoo.RotationFile(2, "o", "per_kv_head", {3: file.layers[0], 7: file.layers[1]})
