@@ -9,8 +9,8 @@ written to disk. Opcode meanings are those documented in the standard library's 
 
 Bounds: members must be stored uncompressed and add up to no more than the archive, the pickle is at most
 `MAX_PICKLE_BYTES` (so opcodes, stack and memo are bounded with it), open marks at most `MAX_MARKS`, and a tensor may
-not be larger than its storage. The result can nest deeply or contain itself, so a caller should look for what it
-expects rather than recurse.
+not be larger than its storage. The result can nest deeply, contain itself, or share its parts so often that printing,
+comparing or hashing it never ends: a caller should look for the types it expects and touch nothing else.
 """
 
 import collections
@@ -271,7 +271,7 @@ class _Interpreter:
     def push_storage(self) -> None:
         """Persistent id ("storage", type, key, location, element count); the location (a device) is ignored."""
         match self.pop():
-            case ("storage", _StorageType(dtype), str(key), str(), int(count)) if re.fullmatch(r"[0-9]{1,9}", key):
+            case (str("storage"), _StorageType(dtype), str(key), str(), int(count)) if re.fullmatch(r"[0-9]{1,9}", key):
                 member = f"data/{key}"
                 if self.members.size(member) != count * dtype.itemsize:
                     raise ValueError(

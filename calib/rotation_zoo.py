@@ -120,7 +120,7 @@ def _parse(content: Any) -> RotationFile:
         )
     header = {name: content.get(name) for name in _HEADER}
     names = [header[name] for name in _HEADER[1:]]
-    if not isinstance(header["format_version"], int | str) or not all(type(name) is str for name in names):
+    if type(header["format_version"]) not in (int, str) or not all(type(name) is str for name in names):
         raise ValueError(f"lacks one of {', '.join(_HEADER)}; expected a RotationZoo file.")
     extra = {key: value for key, value in content.items() if key not in (*_HEADER, "layers")}
     for key, value in extra.items():
@@ -136,8 +136,12 @@ def _parse(content: Any) -> RotationFile:
             raise ValueError(f"layer {layer} occurs twice.")
         if type(entry) is not dict or not set(entry) <= {"layer_id", "rotation", "eigenvalues"}:
             raise ValueError(f"layer {layer}: expected a dict of layer_id, rotation and (optionally) eigenvalues.")
-        if entry.get("layer_id", layer) != layer:
-            raise ValueError(f"layer {layer}: layer_id says {entry['layer_id']!r:.40}.")
+        # Nothing but numbers and strings is compared or shown: tuples that share their parts take exponential time.
+        own = entry.get("layer_id", layer)
+        if type(own) is not int:
+            raise ValueError(f"layer {layer}: layer_id is of type {type(own).__name__}, expected int.")
+        if own != layer:
+            raise ValueError(f"layer {layer}: layer_id says {own}.")
         if "rotation" not in entry:
             raise ValueError(f"layer {layer}: has no rotation.")
         rotation = _float32(layer, "rotation", entry["rotation"])

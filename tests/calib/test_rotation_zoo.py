@@ -257,6 +257,8 @@ def test_files_that_contradict_themselves_are_refused(changes, message):
         ({"layers": {0: {"rotation": 1.0}}}, "layer 0: rotation is float, expected a float32 tensor"),
         ({"layers": {0: {}}}, "layer 0: has no rotation"),
         ({"layers": {0: {"layer_id": 1}}}, "layer 0: layer_id says 1"),
+        ({"layers": {1: {"layer_id": True}}}, "layer 1: layer_id is of type bool, expected int"),
+        ({"format_version": True}, "lacks one of format_version"),
         ({"layers": {"01": {}}}, "layer key '01' is not a layer number"),
         ({"layers": {-1: {}}}, "layer key -1 is not a layer number"),
         ({"layers": {0: []}}, "layer 0: expected a dict"),
@@ -417,6 +419,60 @@ def test_the_tensor_of_the_hostile_files_is_valid_unchanged(tmp_path):
 def test_a_self_containing_pickle_is_refused_without_recursion(tmp_path):
     write_pickle(tmp_path / "a.pt", b"\x80\2}q\0X\6\0\0\0layersh\0s.")
     with pytest.raises(ValueError, match="lacks one of"):
+        rotation_zoo.read(tmp_path / "a.pt")
+
+
+def test_a_storage_name_that_is_a_tensor_is_not_compared(tmp_path):
+    """numpy compares by element, and has no truth value for that."""
+    code = b"\x80\2(" + tensor()[2:-1] + b"ctorch\nFloatStorage\nX\1\0\0\0000X\3\0\0\0cpuK\4tQ."
+    write_pickle(tmp_path / "a.pt", code, **{"data/0": bytes(16)})
+    with pytest.raises(ValueError, match="malformed storage reference"):
+        restricted_pickle.load(tmp_path / "a.pt")
+
+
+# Tuples that are endless to print (and their neighbours): 2^40 leaves, and 200 000 levels.
+SHARED = b")" + b"q\1h\1\x86" * 40
+DEEP = b")" + b"\x85" * 200_000
+
+
+@pytest.mark.parametrize("value", [SHARED, DEEP], ids=["shared", "deep"])
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("layer_id", "layer 0: layer_id is of type tuple, expected int"),
+        ("rotation", "layer 0: rotation is tuple, expected a float32 tensor"),
+        ("entry", "layer 0: expected a dict"),
+        ("layers", "without a dict of layers"),
+        ("format_version", "lacks one of format_version"),
+        ("objective", "lacks one of format_version"),
+        ("surprise", "unknown entry 'surprise' of type tuple"),
+        ("whole", "holds a tuple without a dict of layers"),
+        ("tensor size", "malformed size, stride or offset"),
+        ("storage", "malformed storage reference"),
+    ],
+)
+def test_values_that_are_endless_to_print_are_refused_at_once(value, place, message, tmp_path):
+    def text(name):
+        return b"X" + struct.pack("<I", len(name)) + name.encode()
+
+    def entries(**values):
+        return b"}(" + b"".join(text(name) + code for name, code in values.items()) + b"u"
+
+    layer = {"layer_id": b"K\0", "rotation": tensor()[2:-1]}
+    layer |= {place: value} if place in layer else {}
+    if place == "tensor size":
+        layer["rotation"] = tensor(size=value + b"\x85")[2:-1]
+    if place == "storage":
+        layer["rotation"] = tensor(key=value)[2:-1]
+    layers = b"}(K\0" + (value if place == "entry" else entries(**layer)) + b"u"
+    content = {"format_version": b"K\1", "objective": text("o"), "source_grouping": text("layer"), "layers": layers}
+    content |= {place: value} if place in (*content, "surprise") else {}
+    write_pickle(
+        tmp_path / "a.pt",
+        b"\x80\2" + (value if place == "whole" else entries(**content)) + b".",
+        **{"data/0": bytes(16)},
+    )
+    with pytest.raises(ValueError, match=message):
         rotation_zoo.read(tmp_path / "a.pt")
 
 
