@@ -21,6 +21,7 @@ import os
 import platform
 import re
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -350,14 +351,50 @@ def _manager(path: Path) -> Iterator[ocp.CheckpointManager]:
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        with ocp.CheckpointManager(
-            path,
-            options=ocp.CheckpointManagerOptions(max_to_keep=1, create=False, enable_async_checkpointing=False),
-            item_handlers={"arrays": ocp.StandardCheckpointHandler(), "manifest": ocp.JsonCheckpointHandler()},
-        ) as manager:
+        with (
+            _no_late_reports(),
+            ocp.CheckpointManager(
+                path,
+                options=ocp.CheckpointManagerOptions(max_to_keep=1, create=False, enable_async_checkpointing=False),
+                item_handlers={"arrays": ocp.StandardCheckpointHandler(), "manifest": ocp.JsonCheckpointHandler()},
+            ) as manager,
+        ):
             yield manager
     finally:
         logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _no_late_reports() -> Iterator[None]:
+    """Drops what arrays still under way say once one has failed and Orbax has closed the event loop of all.
+
+    Each reports to the closed loop, and tasks go unread; the one error that counts was raised. Stays after an error,
+    for nothing tells when the last of them is done.
+    """
+    if not isinstance(sys.unraisablehook, _LoopClosed):
+        sys.unraisablehook = _LoopClosed(sys.unraisablehook)
+    hook = sys.unraisablehook
+    logging.getLogger("asyncio").addFilter(_not_of_orbax)
+    yield
+    logging.getLogger("asyncio").removeFilter(_not_of_orbax)
+    if sys.unraisablehook is hook:
+        sys.unraisablehook = hook.previous
+
+
+@dataclasses.dataclass(frozen=True)
+class _LoopClosed:
+    """A `sys.unraisablehook` that leaves all but one error to the previous one."""
+
+    previous: Callable[[Any], Any]
+
+    def __call__(self, unraisable: Any) -> None:
+        error = unraisable.exc_value
+        if not (type(error) is RuntimeError and str(error) == "Event loop is closed"):
+            self.previous(unraisable)
+
+
+def _not_of_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.getMessage()
 
 
 def _restore(path: Path, step: int, record: CodesRecord) -> dict[str, dict[str, np.ndarray]]:
