@@ -240,7 +240,9 @@ def _add_inspect(commands: Any) -> None:
     inspect = commands.add_parser("inspect", help="what an artifact holds: model, text, recipe, bits by layer and head")
     inspect.add_argument("artifact", metavar="ARTIFACT")
     inspect.add_argument(
-        "--plots", metavar="DIR", help="draw bit classes, spectra and predicted error; inspect.html has all of them"
+        "--plots",
+        metavar="DIR",
+        help="draw bit classes, spectra, and the recorded or else predicted error; inspect.html has all of them",
     )
     _add_json(inspect)
 
@@ -412,7 +414,9 @@ def _add_convert(commands: Any) -> None:
     read.add_argument("key_file", metavar="K.pt")
     read.add_argument("value_file", metavar="V.pt")
     read.add_argument("--model", metavar="NAME|DIR|GGUF", help="the model they belong to, recorded and checked on load")
-    write = actions.add_parser("export", help="an artifact to two .pt files; only rotations can be written")
+    write = actions.add_parser(
+        "export", help="an artifact to two .pt files, which name their sides; only rotations can be written"
+    )
     write.add_argument("artifact", metavar="ARTIFACT")
     for action in (read, write):
         action.add_argument("--out", metavar="DIR", required=True)

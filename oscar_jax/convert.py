@@ -64,7 +64,7 @@ def import_rotations(
 
     Raises:
         ValueError: a file that is damaged or not of this kind, keys and values swapped as far as their objectives
-            tell, sides or a model that do not fit each other.
+            tell (those of the reference and of `export_rotations` do), sides or a model that do not fit each other.
     """
     key, value = rotation_zoo.read(key_file), rotation_zoo.read(value_file)
     _require_side(key_file, key, "key")
@@ -89,17 +89,17 @@ def import_rotations(
 def export_rotations(source: str | Path, *, out: str | Path) -> tuple[float, float]:
     """An artifact of rotations to `out/k_rotation.pt` and `out/v_rotation.pt`; returns the clip ratios of K and V.
 
-    The files have no place for clip ratios, so whoever serves them has to be told.
+    The files have no place for clip ratios, so whoever serves them has to be told. Their objectives are those they were
+    imported with, else the recipe's name and the side, by which `import_rotations` knows the sides apart.
 
     Raises:
         ValueError: an artifact that cannot be loaded, or that is more than rotations.
         OSError: `out` cannot be written.
     """
     codes, manifest = artifact.load(source)
-    key_objective, _, value_objective = manifest.recipe.partition("+")  # as `import_rotations` joins them
-    key, value = rotation_zoo.from_codes(
-        codes, objectives=(key_objective, value_objective or key_objective), layer_ids=manifest.layer_ids or None
-    )
+    key_objective, joined, value_objective = manifest.recipe.partition("+")  # as `import_rotations` joins them
+    objectives = (key_objective, value_objective) if joined else (f"{manifest.recipe}-key", f"{manifest.recipe}-value")
+    key, value = rotation_zoo.from_codes(codes, objectives=objectives, layer_ids=manifest.layer_ids or None)
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     rotation_zoo.write(folder / KEY_FILE, key)
@@ -114,8 +114,12 @@ def _heads(file: RotationFile) -> int | None:
 
 
 def _require_side(path: str | Path, file: RotationFile, side: str) -> None:
-    """Refuses what was fitted for the other side: keys from queries (Q Q^T), values from weighted values (S S^T)."""
-    if file.objective.startswith({"key": "sst", "value": "qqt"}[side]):
+    """Refuses what was fitted for the other side: keys from queries (Q Q^T), values from weighted values (S S^T).
+
+    The reference begins objectives with that, our own end with the side; an objective of neither kind passes.
+    """
+    begin, end = {"key": ("sst", "-value"), "value": ("qqt", "-key")}[side]
+    if file.objective.startswith(begin) or file.objective.endswith(end):
         raise ValueError(
             f"{path}: objective {file.objective!r:.40} is not of the {side} side; give the keys first, then the values."
         )

@@ -115,6 +115,22 @@ def test_swapped_files_are_refused(key, value, side, files, tmp_path):
     assert not (tmp_path / "a").exists()
 
 
+def test_exported_files_know_their_sides(tmp_path):
+    """Of codes calibrated here, whose recipe has one name; what was imported keeps its objectives."""
+    codes = seeded.transform_codes("rotation-rank", "rotation-rank", bucket=None)
+    artifact.save(tmp_path / "a", codes, artifact.Manifest("oscar-head"))
+    paths = [tmp_path / "out" / name for name in (convert.KEY_FILE, convert.VALUE_FILE)]
+    objectives = ["oscar-head-key", "oscar-head-value"]
+    for source in ("a", "b"):
+        convert.export_rotations(tmp_path / source, out=tmp_path / "out")
+        assert [rotation_zoo.read(path).objective for path in paths] == objectives
+        with pytest.raises(ValueError, match=r"v_rotation\.pt: objective 'oscar-head-value' is not of the key side"):
+            convert.import_rotations(*reversed(paths), out=tmp_path / "swapped")
+        convert.import_rotations(*paths, out=tmp_path / "b")
+    with pytest.raises(ValueError, match=r"k_rotation\.pt: objective 'oscar-head-key' is not of the value side"):
+        convert.import_rotations(paths[0], paths[0], out=tmp_path / "swapped")
+
+
 def test_a_folder_of_something_else_is_refused_before_a_model_is_read(files, tmp_path, capsys):
     (tmp_path / "ud" / "2023").mkdir(parents=True)
     (tmp_path / "ud" / "2023" / "thesis.txt").write_text("mine")
