@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from typing import Literal
+import sys
+from typing import Any, Literal
 
 from pallas_kernels.rope import Rotary
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 # Fields that not every model has: those at their defaults are left out of the hash, which artifacts remember.
 _LATER = ("local_rotary", "query_scale", "embedding_scale", "activation", "post_norms")
+
+# Lists and tables of these sizes are made before any weight is read, so a damaged number must not cost time and memory.
+_MOST = {"layers": 10_000, "head_dim": 1 << 16, "max_position": 1 << 24}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +80,7 @@ class ModelConfig:
             "head_dim",
             "max_position",
         ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: expected a positive number.")
+            check_size(name, getattr(self, name), name)
         if self.q_heads % self.kv_heads:
             raise ValueError(f"q_heads={self.q_heads}: expected a multiple of kv_heads={self.kv_heads}.")
         if self.rotary.rotary_dim > self.head_dim:
@@ -86,6 +89,8 @@ class ModelConfig:
             object.__setattr__(self, "windows", (None,) * self.layers)
         if len(self.windows) != self.layers:
             raise ValueError(f"windows has {len(self.windows)} entries: expected one for each of {self.layers} layers.")
+        for window in set(self.windows) - {None}:
+            check_size("entry of windows", window)
 
     @property
     def softmax_scale(self) -> float:
@@ -116,10 +121,25 @@ def checked_max_position(max_position: int | None, context: int) -> int:
     return max_position
 
 
+def check_size(name: str, value: Any, field: str = "") -> None:
+    """Raises ValueError, calling it `name`, unless `value` is a whole number that a field of `ModelConfig` may have."""
+    most = _MOST.get(field, (1 << 31) - 1)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ValueError(f"{name}={value!r:.60}: expected a whole number from 1 to {most}.")
+
+
+def positive_number(name: str, value: Any, *, above: float = 0.0) -> float:
+    """`value` as a float; ValueError, calling it `name`, unless it is a finite number above `above`."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not above < value <= sys.float_info.max:
+        raise ValueError(f"{name}={value!r:.60}: expected a finite number above {above:g}.")
+    return float(value)
+
+
 def check_architecture(name: object) -> None:
     """Raises ValueError unless `name` is an architecture that the decoder computes."""
     if name not in ARCHITECTURES:
         raise ValueError(
-            f"architecture {name!r} is not supported: expected one of {', '.join(ARCHITECTURES)} "
+            f"architecture {name!r:.60} is not supported: expected one of {', '.join(ARCHITECTURES)} "
             "(dense decoders; mixture of experts and latent attention are not implemented)."
         )

@@ -14,7 +14,7 @@ import numpy as np
 from gguf import GGUFReader, dequantize
 
 from oscar_jax.models.checkpoint import StoredTensor, assemble
-from oscar_jax.models.config import ModelConfig, check_architecture, checked_max_position
+from oscar_jax.models.config import ModelConfig, check_architecture, check_size, checked_max_position, positive_number
 from oscar_jax.models.decoder import Decoder
 from oscar_jax.models.gguf_tokenizer import tokenizer_from_metadata
 from oscar_jax.models.rope_scaling import rotary_from_parameters
@@ -113,14 +113,14 @@ class GgufModel:
         for key in (*_REFUSED, *([] if gemma else ["attention.sliding_window"])):
             if value := self._own(key, None):
                 raise NotImplementedError(f"GGUF metadata {self.architecture}.{key}={value} is not supported.")
-        context = self._own("context_length")
+        context = self._size("context_length")
         max_position = checked_max_position(max_position, context)
-        hidden_size, q_heads = self._own("embedding_length"), self._own("attention.head_count")
-        head_dim = self._own("attention.key_length", None) or hidden_size // q_heads
+        hidden_size, q_heads = self._size("embedding_length"), self._size("attention.head_count")
+        head_dim = self._size("attention.key_length", hidden_size // q_heads, field="head_dim")
         if self._own("attention.value_length", head_dim) != head_dim:
             raise NotImplementedError("keys and values of different sizes (latent attention) are not supported.")
         rotary, attention_factor = self._rotary(head_dim, context, max_position)
-        layers = self._own("block_count")
+        layers = self._size("block_count", field="layers")
         if gemma and layers == _GEMMA_27B_LAYERS:
             raise NotImplementedError(
                 f"gemma3 with {layers} layers (27B) has a softmax scale that GGUF files do not hold: use the model's "
@@ -131,11 +131,11 @@ class GgufModel:
             vocab_size=int(self._tensors[NAMES["embedding"]].shape[1]) if NAMES["embedding"] in self._tensors else 1,
             layers=layers,
             hidden_size=hidden_size,
-            mlp_size=self._own("feed_forward_length"),
+            mlp_size=self._size("feed_forward_length"),
             q_heads=q_heads,
-            kv_heads=self._own("attention.head_count_kv", q_heads),
+            kv_heads=self._size("attention.head_count_kv", q_heads),
             head_dim=head_dim,
-            norm_eps=_decimal(self._own("attention.layer_norm_rms_epsilon")),
+            norm_eps=self._number("attention.layer_norm_rms_epsilon"),
             rotary=rotary,
             max_position=max_position,
             attention_factor=attention_factor,
@@ -148,10 +148,10 @@ class GgufModel:
 
     def _gemma(self, layers: int, hidden_size: int, head_dim: int) -> dict[str, Any]:
         """What Gemma 3 has beside the others; every sixth layer sees everything, the others a window."""
-        window = self._own("attention.sliding_window")
-        theta = _decimal(self._own("rope.freq_base_swa", 10000.0))
+        window = self._size("attention.sliding_window")
+        theta = self._number("rope.freq_base_swa", 10000.0)
         return {
-            "windows": tuple(None if (layer + 1) % _GEMMA_PERIOD == 0 else int(window) for layer in range(layers)),
+            "windows": tuple(None if (layer + 1) % _GEMMA_PERIOD == 0 else window for layer in range(layers)),
             "local_rotary": Rotary.standard(head_dim, theta),
             "embedding_scale": hidden_size**0.5,
             "activation": "gelu_tanh",
@@ -184,12 +184,22 @@ class GgufModel:
             return default[0]
         raise ValueError(f"GGUF metadata {self.architecture}.{key} is missing from {str(self.path)!r}.")
 
+    def _size(self, key: str, *default: int, field: str = "") -> int:
+        value = self._own(key, *default)
+        check_size(f"GGUF metadata {self.architecture}.{key}", value, field)
+        return int(value)
+
+    def _number(self, key: str, *default: float) -> float:
+        """The short decimal number that was stored as float32, so that 1e-5 hashes like the 1e-5 of a config.json."""
+        value = positive_number(f"GGUF metadata {self.architecture}.{key}", self._own(key, *default))
+        return float(np.format_float_scientific(np.float32(value)))
+
     def _rotary(self, head_dim: int, context: int, max_position: int) -> tuple[Rotary, float]:
         scaling = self._own("rope.scaling.type", "none")
         parameters = {
             "rope_type": "default" if scaling == "none" else scaling,
-            "rope_theta": _decimal(self._own("rope.freq_base", 10000.0)),
-            "partial_rotary_factor": self._own("rope.dimension_count", head_dim) / head_dim,
+            "rope_theta": self._number("rope.freq_base", 10000.0),
+            "partial_rotary_factor": self._size("rope.dimension_count", head_dim) / head_dim,
             "factor": self._own("rope.scaling.factor", None),
             "original_max_position_embeddings": self._own("rope.scaling.original_context_length", None),
             "beta_fast": self._own("rope.scaling.yarn_beta_fast", None),
@@ -235,8 +245,3 @@ def _shape(tensor: Any) -> tuple[int, ...]:
 def _halves_from_pairs(x: np.ndarray, heads: int) -> np.ndarray:
     """Rows (0, 1), (2, 3), ... of each head become rows (0, D/2), (1, D/2 + 1), ..."""
     return x.reshape(heads, -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
-
-
-def _decimal(value: float) -> float:
-    """The short decimal number that was stored as float32, so that 1e-5 hashes like the 1e-5 of a config.json."""
-    return float(np.format_float_scientific(np.float32(value)))

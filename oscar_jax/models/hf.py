@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from oscar_jax.models.checkpoint import StoredTensor, assemble
-from oscar_jax.models.config import ModelConfig, check_architecture, checked_max_position
+from oscar_jax.models.config import ModelConfig, check_architecture, check_size, checked_max_position, positive_number
 from oscar_jax.models.decoder import Decoder
 from oscar_jax.models.rope_scaling import rotary_from_parameters
 
@@ -44,6 +44,17 @@ _GEMMA_NAMES = NAMES | {
     "layers.mlp_post_norm": "model.layers.{layer}.post_feedforward_layernorm.weight",
 }
 _BUFFERS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+_SIZES = {  # and the fields of `ModelConfig`
+    "vocab_size": "vocab_size",
+    "num_hidden_layers": "layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "mlp_size",
+    "num_attention_heads": "q_heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "max_position_embeddings": "context",
+}
+_OPTIONAL = ("num_key_value_heads", "head_dim")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _INDEX = "model.safetensors.index.json"
 
@@ -53,7 +64,10 @@ def read_config(folder: Path, *, max_position: int | None = None) -> ModelConfig
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"source={str(folder)!r} has no config.json: expected a Hugging Face model directory.")
-    check_architecture(_architecture(_read_json(path).get("model_type")))
+    content = _read_json(path)
+    check_architecture(_architecture(content.get("model_type")))
+    # transformers fills in what is absent, and makes lists of as many entries as there are layers.
+    _check_sizes({name: value for name, value in content.items() if value is not None})
     from transformers import AutoConfig  # heavy: only where a model is really loaded
 
     try:
@@ -71,15 +85,17 @@ def config_from_dict(raw: Mapping[str, Any], *, max_position: int | None = None)
         max_position: rows of the rotary tables; None means `max_position_embeddings`.
 
     Raises:
-        ValueError: another architecture, or `max_position` beyond the model's context.
+        ValueError: another architecture, a number that makes no sense, or `max_position` beyond the model's context.
         NotImplementedError: a feature that the decoder does not have.
     """
     kind = _architecture(raw["model_type"])
     check_architecture(kind)
     _refuse_features(raw)
-    context = int(raw["max_position_embeddings"])
+    _check_sizes({name: raw.get(name) for name in _SIZES if name not in _OPTIONAL or raw.get(name) is not None})
+    context = raw["max_position_embeddings"]
     max_position = checked_max_position(max_position, context)
     head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
+    check_size("head_dim", head_dim, "head_dim")
     sizes = {"head_dim": head_dim, "context": context, "max_position": max_position}
     gemma = kind == "gemma3"
     parameters = _rotary_parameters(raw, "full_attention" if gemma else None)
@@ -96,7 +112,7 @@ def config_from_dict(raw: Mapping[str, Any], *, max_position: int | None = None)
         q_heads=raw["num_attention_heads"],
         kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
         head_dim=head_dim,
-        norm_eps=raw["rms_norm_eps"],
+        norm_eps=positive_number("rms_norm_eps", raw.get("rms_norm_eps")),
         rotary=rotary,
         max_position=max_position,
         attention_factor=attention_factor,
@@ -106,7 +122,7 @@ def config_from_dict(raw: Mapping[str, Any], *, max_position: int | None = None)
         qk_norm=kind in ("qwen3", "gemma3"),
         windows=_windows(raw),
         local_rotary=local_rotary,
-        query_scale=raw["query_pre_attn_scalar"] ** -0.5
+        query_scale=positive_number("query_pre_attn_scalar", raw["query_pre_attn_scalar"]) ** -0.5
         if raw.get("query_pre_attn_scalar", head_dim) != head_dim
         else None,
         embedding_scale=raw["hidden_size"] ** 0.5 if gemma else 1.0,
@@ -158,9 +174,16 @@ def read_tokenizer(folder: Path) -> Any:
         raise ValueError(f"{names}: no tokenizer can be made of it ({_one_line(error)}); fetch it again.") from error
 
 
+def _check_sizes(raw: Mapping[str, Any]) -> None:
+    for name, field in _SIZES.items():
+        if name in raw:
+            check_size(name, raw[name], field)
+
+
 def _architecture(model_type: Any) -> Any:
     """`ModelConfig.architecture` of a model type; Gemma 3 with images has another type than its text part alone."""
-    return {"gemma3_text": "gemma3", "gemma3": "gemma3 with images"}.get(model_type, model_type)
+    names = {"gemma3_text": "gemma3", "gemma3": "gemma3 with images"}
+    return names.get(model_type, model_type) if isinstance(model_type, str) else model_type
 
 
 def _refuse_features(raw: Mapping[str, Any]) -> None:
@@ -194,9 +217,12 @@ def _windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
     if not raw.get("use_sliding_window", raw["model_type"] == "gemma3_text") or not raw.get("sliding_window"):
         return ()
     layers = range(raw["num_hidden_layers"])
+    check_size("sliding_window", raw["sliding_window"])
     kinds = raw.get("layer_types")
     if kinds is None:
         sliding = [layer >= raw["max_window_layers"] for layer in layers]
+    elif len(kinds) != len(layers):
+        raise ValueError(f"layer_types has {len(kinds)} entries: expected one for each of {len(layers)} layers.")
     else:
         sliding = [kinds[layer] == "sliding_attention" for layer in layers]
     return tuple(raw["sliding_window"] if slides else None for slides in sliding)
@@ -238,7 +264,7 @@ def _reader(path: Path, key: str, offset: int):
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # not JSON, or not UTF-8
+    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
         raise ValueError(f"{path}: is not JSON ({error}); fetch the file again.") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: holds a {type(content).__name__}, expected a JSON object; fetch the file again.")

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from oscar_jax.models.config import positive_number
 from pallas_kernels.rope import Rotary
 
 
@@ -32,7 +33,7 @@ def rotary_from_parameters(
 
     Raises:
         NotImplementedError: frequencies that depend on the length (dynamic NTK), multi-axis rotary, unknown variants.
-        ValueError: a parameter of the variant is missing.
+        ValueError: a parameter of the variant is missing or not a number that makes sense; it is named.
     """
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "mrope" or parameters.get("mrope_section"):
@@ -44,10 +45,13 @@ def rotary_from_parameters(
             "rope_type 'dynamic' (NTK frequencies that change with the length) is not supported, because stored keys "
             "cannot be turned again: use 'yarn', or remove the scaling."
         )
-    if kind not in _VARIANTS:
-        raise NotImplementedError(f"rope_type {kind!r} is not supported: expected one of {', '.join(_VARIANTS)}.")
-    rotary_dim = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0))
-    theta = float(_required(parameters, "rope_theta", kind))
+    if not isinstance(kind, str) or kind not in _VARIANTS:
+        raise NotImplementedError(f"rope_type {kind!r:.60} is not supported: expected one of {', '.join(_VARIANTS)}.")
+    rotary_dim = int(head_dim * (_optional(parameters, "partial_rotary_factor") or 1.0))
+    if not 2 <= rotary_dim <= head_dim:
+        factor = parameters["partial_rotary_factor"]
+        raise ValueError(f"partial_rotary_factor={factor}: expected a share of head_dim={head_dim}, two at least.")
+    theta = _required(parameters, "rope_theta", kind, above=1.0)
     plain = theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
     frequencies, attention_factor = _VARIANTS[kind](plain, parameters, context, max_position)
     return Rotary(tuple(float(f) for f in frequencies), rotary_dim, "half"), float(attention_factor)
@@ -76,6 +80,8 @@ def _llama3(
         _required(parameters, name, "llama3")
         for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     )
+    if low >= high:
+        raise ValueError(f"low_freq_factor={low:g}: expected less than high_freq_factor={high:g}.")
     turns = original * plain / (2 * math.pi)
     kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return plain * (kept + (1 - kept) / factor), 1.0
@@ -85,15 +91,15 @@ def _yarn(
     plain: np.ndarray, parameters: Mapping[str, Any], context: int, max_position: int
 ) -> tuple[np.ndarray, float]:
     """YaRN (arXiv 2309.00071): a ramp over the pair index between kept and slowed frequencies."""
-    original = parameters.get("original_max_position_embeddings") or context
-    factor = parameters.get("factor") or context / original
+    original = _optional(parameters, "original_max_position_embeddings", above=1.0) or context
+    factor = _optional(parameters, "factor") or context / original
     theta, dim = float(parameters["rope_theta"]), 2 * len(plain)
 
     def pair_turning(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = pair_turning(parameters.get("beta_fast") or 32)
-    high = pair_turning(parameters.get("beta_slow") or 1)
+    low = pair_turning(_optional(parameters, "beta_fast") or 32)
+    high = pair_turning(_optional(parameters, "beta_slow") or 1)
     if parameters.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
@@ -102,26 +108,31 @@ def _yarn(
 
 
 def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> float:
-    if parameters.get("attention_factor") is not None:
-        return parameters["attention_factor"]
+    if (attention_factor := _optional(parameters, "attention_factor")) is not None:
+        return attention_factor
 
     def growth(mscale: float) -> float:
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    return growth(mscale) / growth(mscale_all_dim) if mscale and mscale_all_dim else growth(1.0)
+    if not parameters.get("mscale") or not parameters.get("mscale_all_dim"):
+        return growth(1.0)
+    return growth(positive_number("mscale", parameters["mscale"])) / growth(
+        positive_number("mscale_all_dim", parameters["mscale_all_dim"])
+    )
 
 
 def _longrope(
     plain: np.ndarray, parameters: Mapping[str, Any], context: int, max_position: int
 ) -> tuple[np.ndarray, float]:
-    original = parameters.get("original_max_position_embeddings") or context
+    original = _optional(parameters, "original_max_position_embeddings", above=1.0) or context
     name = "long_factor" if max_position > original else "short_factor"
-    divisors = np.asarray(_required(parameters, name, "longrope"), np.float64)
-    if divisors.shape != plain.shape:
-        raise ValueError(f"{name} has {divisors.size} entries: expected {plain.size}, one for each rotated pair.")
-    factor = parameters.get("factor") or context / original
-    attention_factor = parameters.get("attention_factor")
+    given = _present(parameters, name, "longrope")
+    if not isinstance(given, list | tuple) or len(given) != plain.size:
+        count = len(given) if isinstance(given, list | tuple) else "no list of"
+        raise ValueError(f"{name} has {count} entries: expected {plain.size}, one for each rotated pair.")
+    divisors = np.asarray([positive_number(f"entry of {name}", each) for each in given])
+    factor = _optional(parameters, "factor") or context / original
+    attention_factor = _optional(parameters, "attention_factor")
     if attention_factor is None:
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return plain / divisors, attention_factor
@@ -136,7 +147,15 @@ _VARIANTS: dict[str, _Variant] = {
 }
 
 
-def _required(parameters: Mapping[str, Any], name: str, kind: str) -> Any:
+def _required(parameters: Mapping[str, Any], name: str, kind: str, *, above: float = 0.0) -> float:
+    return positive_number(name, _present(parameters, name, kind), above=above)
+
+
+def _optional(parameters: Mapping[str, Any], name: str, *, above: float = 0.0) -> float | None:
+    return None if parameters.get(name) is None else positive_number(name, parameters[name], above=above)
+
+
+def _present(parameters: Mapping[str, Any], name: str, kind: str) -> Any:
     if parameters.get(name) is None:
         raise ValueError(f"rotary parameter {name!r} is missing: rope_type {kind!r} needs it.")
     return parameters[name]

@@ -195,7 +195,7 @@ def test_config_hash_covers_everything_but_max_position():
     ("change", "message"),
     [
         ({"q_heads": 5}, "q_heads=5: expected a multiple of kv_heads=2"),
-        ({"layers": 0}, "layers=0: expected a positive number"),
+        ({"layers": 0}, "layers=0: expected a whole number from 1 to 10000"),
         ({"windows": (None,)}, "windows has 1 entries: expected one for each of 2 layers"),
         ({"rotary": Rotary.standard(32)}, "rotary_dim=32: expected at most head_dim=16"),
         ({"architecture": "mixtral"}, "architecture 'mixtral' is not supported: expected one of llama, qwen2, qwen3"),

@@ -169,6 +169,7 @@ def _config_json(folder: Path, **changes) -> None:
             "architecture 'mixtral' is not supported: expected one of llama, qwen2",
         ),
         ({"model_type": None}, ValueError, "architecture None is not supported"),
+        ({"model_type": ["llama"]}, ValueError, r"architecture \['llama'\] is not supported"),
         ({"model_type": "gemma3"}, ValueError, "architecture 'gemma3 with images' is not supported"),
         ({"hidden_act": "gelu"}, NotImplementedError, "hidden_act='gelu' is not supported: expected 'silu'"),
         ({"mlp_bias": True}, NotImplementedError, "mlp_bias=True is not supported"),
@@ -190,6 +191,43 @@ def test_unsupported_models_are_refused_by_name(changes, kind, message, tmp_path
     with pytest.raises(kind, match=message) as caught:
         models.load(tmp_path)
     assert str(caught.value).count(". ") == 0  # one sentence
+
+
+_LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_parameters": _LINEAR | {"factor": 0}}, "^factor=0: expected a finite number above 0"),
+        ({"rope_parameters": _LINEAR | {"factor": "x"}}, "^factor='x': expected a finite number"),
+        ({"rope_parameters": _LINEAR | {"rope_theta": 0}}, "^rope_theta=0: expected a finite number above 1"),
+        ({"rope_parameters": {}, "rope_theta": 0}, "^rope_theta=0(.0)?: expected a finite number above 1"),
+        ({"rope_parameters": _LINEAR | {"rope_theta": 10**400}}, "^rope_theta=10+: expected a finite number above 1"),
+        ({"rope_parameters": _LINEAR | {"partial_rotary_factor": 1e9}}, "^partial_rotary_factor=1000000000.0: exp"),
+        ({"rope_parameters": _LLAMA3 | {"low_freq_factor": 4}}, "^low_freq_factor=4: expected less than high_freq_fa"),
+        ({"rope_parameters": _YARN | {"beta_slow": -1}}, "^beta_slow=-1: expected a finite number above 0"),
+        ({"num_hidden_layers": 10**9}, "^num_hidden_layers=1000000000: expected a whole number from 1 to 10000"),
+        ({"num_hidden_layers": 1e9}, "^num_hidden_layers=1000000000.0: expected a whole number"),
+        ({"head_dim": 10**9}, "^head_dim=1000000000: expected a whole number from 1 to 65536"),
+        ({"max_position_embeddings": 10**9}, "^max_position=1000000000: expected a whole number from 1 to 16777216"),
+        ({"head_dim": None, "hidden_size": 1 << 30}, "^head_dim=268435456: expected a whole number from 1 to 65536"),
+        ({"num_attention_heads": 0}, "^num_attention_heads=0: expected a whole number from 1"),
+        ({"num_attention_heads": -2}, "^num_attention_heads=-2: expected a whole number from 1"),
+        ({"rms_norm_eps": -1.0}, "^rms_norm_eps=-1.0: expected a finite number above 0"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": -3, "max_window_layers": 0},
+            "^sliding_window=-3: expected a whole number from 1",
+        ),
+        ({"model_type": "qwen2", "num_hidden_layers": 10**9}, "^num_hidden_layers=1000000000: expected"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_named_at_once(changes, message, tmp_path):
+    path = tiny_model.write(tmp_path) / "config.json"
+    path.write_text(json.dumps(tiny_model.CONFIG | changes))
+    with pytest.raises(ValueError, match=message) as caught:
+        models.load(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 def test_missing_sources_say_what_is_expected(tmp_path, monkeypatch):
@@ -219,6 +257,7 @@ def test_missing_sources_say_what_is_expected(tmp_path, monkeypatch):
         ("model.safetensors", -100, "truncated or damaged"),
         ("config.json", b"[1]", "holds a list, expected a JSON object"),
         ("config.json", 20, "is not JSON"),
+        ("config.json", b"[" * 200_000, "is not JSON"),
         ("config.json", b"\xff\x00\x13", "is not JSON"),
         ("tokenizer.json", 200, "is not JSON"),
         ("tokenizer.json", b'{"a": 1}', "no tokenizer can be made of it"),
@@ -423,6 +462,19 @@ def test_gguf_features_are_refused_by_name(tmp_path):
     _small_gguf(tmp_path / "gemma.gguf", reference)
     with pytest.raises(ValueError, match="architecture 'gemma2' is not supported: expected one of llama, qwen2, qwen3"):
         models.load(tmp_path / "gemma.gguf")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"rope__scaling__type": "linear", "rope__scaling__factor": 0.0}, "^factor=0.0: expected a finite number"),
+        ({"rope__dimension_count": 0}, "^GGUF metadata llama.rope.dimension_count=0: expected a whole number from 1"),
+    ],
+)
+def test_gguf_numbers_that_make_no_sense_are_named(metadata, message, tmp_path):
+    _small_gguf(tmp_path / "model.gguf", _reference("Llama"), **metadata)
+    with pytest.raises(ValueError, match=message):
+        models.load(tmp_path / "model.gguf")
 
 
 def _sentence_piece_metadata(**changes: object) -> dict[str, object]:
