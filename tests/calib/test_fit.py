@@ -33,7 +33,10 @@ NAMES = (
     "oscar-paper-head",
 )
 MAX_POSITION = 99  # 3 sinks and exactly 3 buckets: counting sinks as history would add an offset
-pytestmark = pytest.mark.filterwarnings("ignore::calib.fit.CalibrationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("unoptimized"),
+    pytest.mark.filterwarnings("ignore::calib.fit.CalibrationWarning"),
+]
 
 
 @pytest.fixture(scope="module")

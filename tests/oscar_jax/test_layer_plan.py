@@ -27,6 +27,7 @@ from tests.pallas_kernels.codes import transform_codes
 
 TIERS = Tiers(sink=8, recent=32, group=8, page=16)
 pytestmark = [
+    pytest.mark.usefixtures("unoptimized"),
     pytest.mark.filterwarnings("ignore::calib.fit.ThinStatisticsWarning"),
     pytest.mark.filterwarnings("ignore::calib.fit.BucketCoverageWarning"),
 ]

@@ -12,6 +12,7 @@ from pallas_kernels.tiers import Tiers
 TIERS = Tiers(sink=8, recent=32, group=8, page=16)
 RECIPES = ["oscar-head", "default"]
 pytestmark = [
+    pytest.mark.usefixtures("unoptimized"),
     pytest.mark.filterwarnings("ignore::calib.fit.ThinStatisticsWarning"),
     pytest.mark.filterwarnings("ignore::calib.fit.BucketCoverageWarning"),
 ]
