@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+from importlib.metadata import requires, version
 
 import pytest
+from packaging.requirements import Requirement
 
 import oscar_jax
 
@@ -23,3 +25,15 @@ def test_unknown_names_are_refused():
 def test_importing_the_package_asks_for_no_device():
     code = "import sys, oscar_jax, pallas_kernels, calib; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_fault_r9_the_libraries_that_the_tests_ran_with_are_those_promised():
+    """The CI script runs all tests in two environments; this fails where one has a version out of the range."""
+    promised = [Requirement(each) for each in requires("oscar-jax") or ()]
+    promised = [each for each in promised if each.marker is None or each.marker.evaluate({"extra": ""})]
+    assert {"jax", "jaxlib", "flax", "orbax-checkpoint"} <= {each.name for each in promised}
+    for each in promised:
+        assert each.specifier.contains(version(each.name)), each
+    for name in ("jax", "jaxlib"):
+        [bounds] = [each.specifier for each in promised if each.name == name]
+        assert {bound.operator for bound in bounds} == {">=", "<"}  # a jax that nobody ran is not installed

@@ -72,6 +72,20 @@ def test_xla_is_always_available_and_the_rest_say_why_not():
     assert all(reason for name, reason in reasons.items() if name != "xla")
 
 
+def test_fault_r10_without_the_triton_backend_of_pallas_xla_serves():
+    program = (
+        "import json, sys\n"
+        "sys.modules['jax.experimental.pallas.triton'] = None\n"
+        "import oscar_jax.step\n"
+        "from pallas_kernels import dispatch\n"
+        "print(json.dumps([dispatch.availability(name) for name in ('attention', 'write', 'demote')]))"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=True)
+    for reasons in json.loads(done.stdout):
+        assert "cannot be imported here" in reasons["triton"]
+        assert reasons["xla"] is None
+
+
 def test_a_module_that_cannot_be_imported_is_unavailable(monkeypatch):
     broken = MappingProxyType({"attention": MappingProxyType({"gone": "pallas_kernels.not_there:attend"})})
     monkeypatch.setattr(dispatch, "_TABLE", broken)

@@ -66,7 +66,7 @@ def lowered(case, sharding=None):
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
-def test_lowers_for_a_gpu_that_is_not_there(configuration):
+def test_fault_r11_and_r13_attention_lowers_for_a_gpu_that_is_not_there(configuration):
     assert len(sm90.kernels(lowered(configuration.case))) >= 3
 
 
@@ -78,7 +78,7 @@ def test_every_combination_lowers(configuration):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
-def test_xla_compiles_it_for_a_gpu_that_is_not_there(configuration):
+def test_fault_r11_xla_compiles_it_for_a_gpu_that_is_not_there(configuration):
     pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the CUDA plugin of jax, extra cuda13")
     assert len(sm90.compiled_by_xla(lowered(configuration.case, sm90.absent_gpu()))) >= 3
 

@@ -18,7 +18,7 @@ KILLED, ABORTED = 13, 14  # query tokens of planted faults
 
 @needs_libtpu
 @pytest.mark.parametrize("chip", TOPOLOGIES)
-def test_attention_and_writes_compile(chip):
+def test_fault_k17_attention_and_writes_compile(chip):
     """Which also says that it fits the chip's VMEM: the compiler refuses what does not."""
     cases = tpu_spec.cases()[chip]
     for case, outcome in zip(cases, outcomes(chip, cases), strict=True):
@@ -89,7 +89,7 @@ def test_the_grid_has_been_compiled():
 
 
 @needs_libtpu
-def test_a_worker_that_dies_is_started_anew_at_the_next_case():
+def test_fault_k17_a_worker_that_dies_is_started_anew_at_the_next_case():
     """One worker until one is killed, the next until a check of libtpu ends it; every other case is compiled."""
     cases = [Case(q_len=n) for n in (1, KILLED, 2, ABORTED, 3, 4)]
     first, killed, second, aborted, *third = outcomes("v4", cases, module=__name__)

@@ -154,7 +154,7 @@ def test_kernels_lower_for_a_gpu_that_is_not_there(name):
         (dict(bucket=16, tiers=Tiers(4, 8, 8, 16)), "bucket=16: multiples of 32 are built"),
     ],
 )
-def test_what_is_not_built_is_refused_by_name(changes, reason):
+def test_fault_r13_what_is_not_built_is_refused_by_name(changes, reason):
     small = case(starts=(40,), q_heads=2, kv_heads=1, **changes)
     with jax.enable_x64(small.dtype == "float64"):
         codes, state = kernel_state(small)
