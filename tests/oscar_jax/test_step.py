@@ -19,6 +19,8 @@ from oscar_jax.step import Step, _run, cache_config, make_step, prefill
 from pallas_kernels.tiers import Tiers
 from tests.oscar_jax.tiny import BATCH, CHUNK, CONFIG, LENGTH, TIERS, codes, tiny_step, tokens
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 
 @pytest.fixture(scope="module")
 def decoder():
