@@ -15,6 +15,8 @@ from pallas_kernels.attention import attend, triton, xla
 from pallas_kernels.tiers import Tiers
 from tests.pallas_kernels.states import Case, build, codes_of, error, kernel_state
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 BASE = Case((0, 5, 37, 300, 700), tiers=Tiers(4, 8, 4, 128), head_dim=128, bucket=256, dtype="bfloat16")
 
 

@@ -17,6 +17,8 @@ from pallas_kernels.attention.triton_prefill import Block
 from pallas_kernels.tiers import Tiers
 from tests.pallas_kernels.states import Case, error, kernel_state
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
+
 BASE = Case(
     (0, 5, 100, 300, 700), tokens=150, counts=(150, 150, 17, 0, 131), tiers=Tiers(4, 8, 4, 128), head_dim=128,
     bucket=256, dtype="bfloat16",
