@@ -121,7 +121,7 @@ def calibrate(
         progress=progress,
     )  # fmt: skip
     results = {}
-    for recipe in chosen:
+    for recipe in tqdm(chosen, desc="fitting", unit="recipe", disable=not progress, file=sys.stderr):
         codes = measured.fit(recipe, slots=slots)
         manifest = measured.manifest(model, text, recipe, value_metric)
         manifest = dataclasses.replace(manifest, rounding=measured.rounding_errors(recipe, codes))

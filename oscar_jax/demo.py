@@ -8,6 +8,7 @@ held-out text through every cache, answers one prompt with the plain and the 2-b
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import resource
@@ -120,17 +121,21 @@ def _answers(
     say(f"one prompt, {len(generate.encode_prompt(model, prompt))} tokens, answered with both caches:\n  {shown!r}")
     found: dict[str, Any] = {"prompt": prompt}
     for name, code in ((evaluate.BASELINE, None), (recipe, codes)):
-        answer = generate.complete(
+        generation = generate.stream(
             model, prompt, codes=code, manifest=manifest, tiers=tiers, plain_dtype=evaluate.PLAIN_DTYPE,
-            max_tokens=max_tokens,
+            max_tokens=max_tokens, progress=True,
         )  # fmt: skip
+        begin = next(generation, "")  # the name waits for it: until then the prompt's bar has the line
+        for piece in itertools.chain([f"  {name:>8}: ", begin], generation):
+            print(piece.replace("\n", " "), end="", file=say.stream, flush=True)
+        answer = generation.completion()
         found[name] = {
             "text": answer.text,
             "cache_bytes": answer.cache_bytes,
             "bits_per_element": answer.bits_per_element,
         }
         size = f"{answer.cache_bytes / 1e6:.2f} MB, {answer.bits_per_element:.2f} bits/element"
-        print(f"  {name:>8} ({size}): {answer.text!r}", file=say.stream)
+        print(f"  ({size})", file=say.stream)
     return found
 
 

@@ -64,7 +64,7 @@ def kl_by_position(arms: Arms, *, title: str = "") -> Figure:
         axes.plot(by_position["position"], by_position["kl"], label=label)
     axes.set(xlabel="position (tokens)", ylabel="KL to the bf16 cache (nats)", yscale="log", title=title)
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
     return figure
 
 
