@@ -11,7 +11,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from calib import artifact
 from oscar_jax import calibrate, corpus, paired
 from oscar_jax import report as reports
 from oscar_jax.evaluate import BASELINE, CHUNK, PLAIN_DTYPE, artifacts, check_request, label, requested_arms
+from oscar_jax.generate import stop_tokens
 from oscar_jax.layer_codes import LayerCodes
 from oscar_jax.longcontext import WITHOUT_DEPTH, Haystack, Sample, make_sample
 from oscar_jax.models import LoadedModel, load
@@ -40,7 +41,8 @@ class Score(NamedTuple):
     """Of one sample in one arm.
 
     Attributes:
-        exact: greedy decoding writes the answer, whole, in as many tokens as it has and `LEAD` more.
+        exact: greedy decoding writes the answer, whole, in as many tokens as it has and `LEAD` more; fewer where the
+            context or, by a stop token, the text ends.
         log_probability: of the whole answer, nats.
     """
 
@@ -96,9 +98,9 @@ def score(
         raise ValueError(f"length={longest}: the model's context is {model.config.max_position}; use a shorter one.")
     if codes is None:
         tiers, implementation = dataclasses.replace(tiers, recent=max(tiers.recent, longest + LEAD - tiers.sink)), None
-    batch, room = min(batch, len(samples)), min(longest + LEAD, model.config.max_position)
+    batch = min(batch, len(samples))
     config = cache_config(
-        model.config, max_length=room, tiers=tiers, plain_dtype=PLAIN_DTYPE, batch=batch,
+        model.config, max_length=longest + LEAD, tiers=tiers, plain_dtype=PLAIN_DTYPE, batch=batch,
         implementation=implementation,
     )  # fmt: skip
     step = make_step(model.decoder, config, codes)
@@ -109,11 +111,11 @@ def score(
     scores: dict[int, Score] = {}
     for group in tqdm(groups, desc=description, unit="batch", disable=not progress, file=sys.stderr):
         rows = [samples[i] for i in [*group, *group[-1:] * (batch - len(group))]]
-        scores |= zip(group, _answers(step, rows, model.tokenizer.decode, chunk), strict=False)
+        scores |= zip(group, _answers(step, rows, model.tokenizer, chunk), strict=False)
     return [scores[i] for i in range(len(samples))]
 
 
-def _answers(step: Step, samples: Sequence[Sample], decode: Callable[..., str], chunk: int) -> list[Score]:
+def _answers(step: Step, samples: Sequence[Sample], tokenizer: Any, chunk: int) -> list[Score]:
     """Of one batch, all of one length."""
     own = np.asarray([sample.answer_tokens for sample in samples], np.int32)
     targets = np.zeros((len(samples), own.max()), np.int32)
@@ -132,17 +134,18 @@ def _answers(step: Step, samples: Sequence[Sample], decode: Callable[..., str], 
     ]
     if all(score.exact for score in scores):
         return scores
-    room = step.config.max_length - max(map(len, prompts))
-    written = [np.asarray(first.argmax(-1))]
-    while len(written) < min(targets.shape[1] + LEAD, room):
-        first, asked = step(asked, written[-1][:, None])
+    lead = min(LEAD, step.decoder.config.max_position - len(samples[0].tokens))
+    written, room = [np.asarray(first.argmax(-1))], own + lead
+    while len(written) < room.max():
+        first, asked = step(asked, written[-1][:, None], (len(written) < room).astype(np.int32))
         written.append(np.asarray(first.argmax(-1)))
-    texts = map(decode, np.stack(written, axis=1))
-    answers = (decode(row[:count]).strip() for row, count in zip(targets, own, strict=True))
-    return [
-        score._replace(exact=score.exact or answer in text)
-        for score, text, answer in zip(scores, texts, answers, strict=True)
-    ]
+    stops, found = list(stop_tokens(tokenizer)), []
+    for score, target, row, count in zip(scores, targets, np.stack(written, axis=1), own, strict=True):
+        row = row[: count + lead]
+        ended = np.flatnonzero(np.isin(row, stops))
+        answer, text = map(tokenizer.decode, (target[:count], row[: ended[0]] if ended.size else row))
+        found.append(score._replace(exact=score.exact or answer.strip() in text))
+    return found
 
 
 @jax.jit

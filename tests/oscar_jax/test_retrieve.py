@@ -63,17 +63,27 @@ def test_scores_are_those_of_a_forward_and_exact_is_what_greedy_decoding_writes(
         assert score.log_probability == pytest.approx(log_p[places - 1, sample.tokens[places]].sum(), abs=0.2)
 
 
+def test_each_row_of_a_batch_may_write_its_own_answer_and_eight_tokens_more(tiny, samples):
+    """A long answer after eight tokens counts, whatever is beside it; a short one after nine does not."""
+    long = _continued(tiny, samples[0], lead=retrieve.LEAD)
+    short = _continued(tiny, dataclasses.replace(samples[1], answer_tokens=2), lead=retrieve.LEAD + 1)
+    scores = retrieve.score(tiny, None, [long, short], tiers=TIERS, batch=2, chunk=128, progress=False)
+    assert [score.exact for score in scores] == [True, False]
+
+
 @pytest.mark.parametrize("coded", [False, True])
 def test_no_score_depends_on_how_many_prompts_run_at_once(tiny, codes, samples, coded):
     """A batch of two leaves a row over; one of sixty-four is no larger than the samples."""
     arm, answer = codes if coded else None, samples[2].answer_tokens
     rows = samples if coded else [*samples[:2], _continued(tiny, samples[2])]
-    by_two, at_once = (
-        retrieve.score(tiny, arm, rows, tiers=TIERS, batch=batch, chunk=128, progress=False) for batch in (2, 64)
+    at_once, *others = (
+        retrieve.score(tiny, arm, rows, tiers=TIERS, batch=batch, chunk=128, progress=False)
+        for batch in ((64, 2) if coded else (64, 2, 1))
     )
-    assert [score.exact for score in by_two] == [score.exact for score in at_once]
-    for one, other in zip(by_two, at_once, strict=True):
-        assert other.log_probability == pytest.approx(one.log_probability, abs=1e-4 * answer)
+    for found in others:
+        assert [score.exact for score in found] == [score.exact for score in at_once]
+        for one, other in zip(found, at_once, strict=True):
+            assert other.log_probability == pytest.approx(one.log_probability, abs=1e-4 * answer)
 
 
 def test_the_report_pairs_arms_on_the_same_samples(samples):
