@@ -221,12 +221,11 @@ def save(path: str | os.PathLike[str], codes: TransformCodes, manifest: Manifest
         _require_space(path, sum(array.nbytes for side in arrays.values() for array in side.values()))
         with _manager(path) as manager:
             latest = manager.latest_step()
-            manager.save(
-                0 if latest is None else latest + 1,
-                args=ocp.args.Composite(
-                    arrays=ocp.args.StandardSave(arrays), manifest=ocp.args.JsonSave(_sealed(manifest.to_json()))
-                ),
+            contents = ocp.args.Composite(
+                arrays=ocp.args.StandardSave(arrays), manifest=ocp.args.JsonSave(_sealed(manifest.to_json()))
             )
+            with _no_late_reports():
+                manager.save(0 if latest is None else latest + 1, args=contents)
     # Orbax and TensorStore report a failed write as OSError, ValueError or their own classes, by version.
     except Exception as error:
         _discard_late(path)
@@ -335,7 +334,8 @@ def _read_manifest(path: Path) -> tuple[int, Manifest]:
                 f"artifact {path}: nothing complete in it; make it with `oscar-jax calibrate --out {path}`."
             )
         try:
-            sealed = manager.restore(step, args=ocp.args.Composite(manifest=ocp.args.JsonRestore()))["manifest"]
+            with _no_late_reports():
+                sealed = manager.restore(step, args=ocp.args.Composite(manifest=ocp.args.JsonRestore()))["manifest"]
         except Exception as error:
             raise ValueError(f"artifact {path}: unreadable manifest ({_reason(error)}); calibrate again.") from None
     try:
@@ -351,14 +351,11 @@ def _manager(path: Path) -> Iterator[ocp.CheckpointManager]:
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        with (
-            _no_late_reports(),
-            ocp.CheckpointManager(
-                path,
-                options=ocp.CheckpointManagerOptions(max_to_keep=1, create=False, enable_async_checkpointing=False),
-                item_handlers={"arrays": ocp.StandardCheckpointHandler(), "manifest": ocp.JsonCheckpointHandler()},
-            ) as manager,
-        ):
+        with ocp.CheckpointManager(
+            path,
+            options=ocp.CheckpointManagerOptions(max_to_keep=1, create=False, enable_async_checkpointing=False),
+            item_handlers={"arrays": ocp.StandardCheckpointHandler(), "manifest": ocp.JsonCheckpointHandler()},
+        ) as manager:
             yield manager
     finally:
         logger.setLevel(level)
@@ -366,7 +363,8 @@ def _manager(path: Path) -> Iterator[ocp.CheckpointManager]:
 
 @contextlib.contextmanager
 def _no_late_reports() -> Iterator[None]:
-    """Drops what arrays still under way say once one has failed and Orbax has closed the event loop of all.
+    """Around what Orbax reads or writes: drops what arrays still under way say once one has failed and it has closed
+    the event loop of all.
 
     Each reports to the closed loop, and tasks go unread; the one error that counts was raised. Stays after an error,
     for nothing tells when the last of them is done.
@@ -458,7 +456,8 @@ def _read(
     expected = _expected(record)
     with _manager(path) as manager:
         try:
-            metadata = manager.item_metadata(step)["arrays"]
+            with _no_late_reports():
+                metadata = manager.item_metadata(step)["arrays"]
             stored = {f"{side}/{name}": leaf for side, leaves in metadata.items() for name, leaf in leaves.items()}
         except Exception as error:
             raise ValueError(f"the arrays' metadata cannot be read ({_reason(error)}); calibrate again.") from None
@@ -474,7 +473,9 @@ def _read(
             side: {name: target(array) for name, array in getattr(record, side).arrays.items()} for side in SIDES
         }
         try:
-            return manager.restore(step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(targets)))["arrays"]
+            wanted = ocp.args.Composite(arrays=ocp.args.StandardRestore(targets))
+            with _no_late_reports():
+                return manager.restore(step, args=wanted)["arrays"]
         except Exception as error:
             raise ValueError(f"the arrays cannot be read ({_reason(error)}); calibrate again.") from None
 

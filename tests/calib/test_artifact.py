@@ -518,8 +518,19 @@ def test_only_what_follows_orbaxs_own_error_is_silent(stored, monkeypatch, caplo
     seen: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", seen.append)
     before = sys.unraisablehook
+    (stored.parent / "empty").mkdir()
+    with pytest.raises(ValueError, match="nothing complete in it"):
+        artifact.load(stored.parent / "empty")
     with pytest.raises(ZeroDivisionError), artifact._manager(stored):
         raise ZeroDivisionError
+    assert sys.unraisablehook == before
+    assert not logging.getLogger("asyncio").filters
+    data = next(file for file in (stored / "0" / "arrays" / "d").iterdir() if file.stat().st_size)
+    content = data.read_bytes()
+    data.write_bytes(bytes(len(content)))
+    with pytest.raises(ValueError, match=r"arrays.* cannot be read"):
+        artifact.load(stored)
+    data.write_bytes(content)
     for error in (RuntimeError("Event loop is closed"), RuntimeError("Event loop"), ValueError("Event loop is closed")):
         sys.unraisablehook(types.SimpleNamespace(exc_value=error))  # type: ignore[arg-type]
     logging.getLogger("asyncio").error("Task exception was never retrieved: orbax/checkpoint")
