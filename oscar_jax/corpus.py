@@ -110,7 +110,7 @@ def as_tokenized_corpus(articles: Sequence[str]) -> str:
     Args:
       articles: each `title\\n\\nsummary`.
     """
-    lines = [[_spaced(line) for line in article.split("\n") if line.strip()] for article in articles]
+    lines = [[_spaced(line) for line in article.split("\n") if line.strip()] for article in articles if article.strip()]
     counts = Counter(word for article in lines for line in article for word in line)
     written = []
     for i, article in enumerate(lines):

@@ -335,7 +335,7 @@ def run(args: argparse.Namespace) -> int:
     check_request(args, others=one_pass.BASELINES)
     baselines = [name for name in args.recipes if name in one_pass.BASELINES]
     if baselines and not args.one_pass:
-        print(f"note: {' and '.join(baselines)} have no cache here and run in one pass without one.", file=sys.stderr)
+        print(f"note: without a cache of their own, in one pass: {', '.join(baselines)}.", file=sys.stderr)
     if args.out:
         reports.require_matplotlib("--out")
         reports.require_place("--out", args.out, folder=True)

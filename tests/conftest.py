@@ -40,7 +40,8 @@ def unoptimized() -> Iterator[None]:
     if jax.default_backend() == "gpu":  # whose code is
         yield
         return
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_disable_most_optimizations", before)
     jax.clear_caches()  # no other module gets these programs

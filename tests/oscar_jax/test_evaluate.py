@@ -181,7 +181,7 @@ def test_own_recipes_named_like_a_baseline_get_a_number(tiny, tiny_folder, tiny_
     common += ["--recent", 32, "--artifact", tmp_path / "saved", "--recipes", f"fp8,{tmp_path / 'own.toml'},kivi"]
     assert run("evaluate", *common) == 0
     printed = capsys.readouterr()
-    assert "note: fp8 and kivi have no cache here and run in one pass without one.\n" in printed.err
+    assert "note: without a cache of their own, in one pass: fp8, kivi.\n" in printed.err
     report = json.loads(printed.out.splitlines()[-1])
     assert {name: arm["one_pass"] for name, arm in report["arms"].items()} == {
         "bf16": False, "kivi-2": False, "fp8-2": False, "fp8": True, "kivi": True
