@@ -247,6 +247,11 @@ def require_replaceable(path: str | os.PathLike[str]) -> None:
     if not path.is_dir():
         return
     children = sorted(path.iterdir())
+    if (path / PLAN_FILE).is_file():
+        raise ValueError(
+            f"artifact {path}: the folder holds {PLAN_FILE!r}, which would be read as a plan of layers in the "
+            "artifact's place; choose a new or empty folder."
+        )
     steps = [child for child in children if child.name.isdigit() or UNFINISHED in child.name]
     foreign = [step for step in steps if not _holds_only_ours(step)]
     # A kill while an old step was being deleted leaves a part of it beside the new one.
@@ -257,6 +262,11 @@ def require_replaceable(path: str | os.PathLike[str]) -> None:
             f"artifact {path}: the folder holds {foreign[0].name!r}, which is not an artifact's; choose a new or empty "
             "folder, or an artifact to replace."
         )
+
+
+def is_artifact(path: Path) -> bool:
+    """Whether a directory holds a step of an artifact, of whatever format version, by its manifest."""
+    return any(_has_manifest(child) for child in path.iterdir() if child.name.isdigit())
 
 
 def _holds_only_ours(step: Path) -> bool:

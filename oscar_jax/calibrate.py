@@ -20,7 +20,7 @@ from tqdm import tqdm
 from calib import artifact, fit, moments, rounding
 from calib.recipes import Recipe
 from calib.recipes import get as get_recipe
-from oscar_jax import corpus
+from oscar_jax import corpus, layer_plan
 from oscar_jax.models import Decoder, LoadedModel, load, plain_attention
 from oscar_jax.step import cache_config
 from pallas_kernels.rope import Rotary
@@ -338,11 +338,11 @@ def run(args: argparse.Namespace) -> int:
     paths = {name: Path(args.out) if len(names) == 1 else Path(args.out) / name for name in names}
     _require_pages(args.bucket, Tiers().page)
     _require_writable(Path(args.out).absolute())
-    if args.average_bits is None:  # a plan's artifacts have folders of their own
-        for path in paths.values():
-            artifact.require_replaceable(path)
     if args.average_bits is not None and len(args.recipe) > 1:
         raise ValueError(f"average_bits with the recipes {', '.join(args.recipe)}: expected one recipe.")
+    require_replaceable = artifact.require_replaceable if args.average_bits is None else layer_plan.require_replaceable
+    for path in paths.values():
+        require_replaceable(path)
     model = load(args.model)
     text = corpus.calibration_text(encoder(model), args.tokens, files=args.text)
     if args.average_bits is not None:

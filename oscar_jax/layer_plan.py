@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from oscar_jax.layer_codes import LayerCodes, history_bits
 from pallas_kernels.transform_code import TransformCodes
 
 FILE = artifact.PLAN_FILE
+TEMPORARY = f".{FILE}.tmp"
 PLAIN_BITS = history_bits(None)
 
 
@@ -88,9 +90,14 @@ def choose(codes: Mapping[int, TransformCodes], costs: Mapping[int, Sequence[flo
 def save(path: Path, plan: LayerPlan, manifest: artifact.Manifest) -> dict[str, Any]:
     """Writes the folder and returns what `plan.json` holds.
 
+    Args:
+        path: made if missing, else one that `require_replaceable` takes.
+
     Raises:
+        ValueError: a directory of something else.
         OSError: it cannot be written.
     """
+    require_replaceable(path)
     for size in {size for size in plan.slots if size is not None}:
         layers = plan.layers(size)
         codes = _of_layers(plan.codes[size], layers)
@@ -102,10 +109,41 @@ def save(path: Path, plan: LayerPlan, manifest: artifact.Manifest) -> dict[str, 
         "bits_per_element": history_bits(plan.layer_codes()),
         "costs": {str(size): [float(f"{cost:.4g}") for cost in each] for size, each in plan.costs.items()},
     }
-    temporary = path / f".{FILE}.tmp"
+    temporary = path / TEMPORARY
     temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
     temporary.replace(path / FILE)
     return content
+
+
+def require_replaceable(path: str | os.PathLike[str]) -> None:
+    """Raises ValueError unless `path` is no directory, an empty one, a plan, or what an interrupted `save` left."""
+    path = Path(path).absolute()
+    if not path.is_dir():
+        return
+    if artifact.is_artifact(path):
+        raise ValueError(
+            f"plan {path}: the folder holds an artifact, which a plan of layers would hide; choose a new or "
+            "empty folder."
+        )
+    children = sorted(path.iterdir())
+    sizes = [child for child in children if child.is_dir() and re.fullmatch(r"slots-\d+", child.name)]
+    foreign = [child for child in children if child not in sizes and child.name != TEMPORARY]
+    if foreign and not _is_plan(path / FILE):
+        name = FILE if path / FILE in foreign else foreign[0].name
+        raise ValueError(
+            f"plan {path}: the folder holds {name!r}, which is not a plan's; choose a new or empty folder, or a plan "
+            "to replace."
+        )
+    for size in sizes:
+        artifact.require_replaceable(size)
+
+
+def _is_plan(file: Path) -> bool:
+    """Whether `save` wrote it."""
+    try:
+        return {"recipe", "slots", "bits_per_element", "costs"} <= json.loads(file.read_bytes()).keys()
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def load(

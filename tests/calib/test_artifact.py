@@ -450,7 +450,7 @@ def snapshot(folder):
         (["7.orbax-checkpoint-tmp/state/x"], "7.orbax-checkpoint-tmp"),
         (["0"], "0"),
         (["notes.txt"], "notes.txt"),
-        (["plan.json", "slots-16/0/arrays/x"], "plan.json"),
+        (["slots-16/0/arrays/x"], "slots-16"),
     ],
 )
 def test_a_folder_of_something_else_is_refused_and_left_alone(files, named, tmp_path):
@@ -460,6 +460,20 @@ def test_a_folder_of_something_else_is_refused_and_left_alone(files, named, tmp_
     before = snapshot(tmp_path)
     with pytest.raises(ValueError, match=rf"artifact {tmp_path}: the folder holds '{re.escape(named)}', which is not"):
         artifact.save(tmp_path, codes(), MANIFEST)
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_folder_of_a_plan_is_refused_and_left_alone(beside, tmp_path):
+    """Also one that an artifact is hidden in already."""
+    if beside:
+        artifact.save(tmp_path, codes(), MANIFEST)
+    (tmp_path / "plan.json").write_text("{}")
+    before = snapshot(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"holds 'plan\.json', which would be read as a plan of layers in the artifact's"
+    ):
+        artifact.save(tmp_path, codes(seed=5), MANIFEST)
     assert snapshot(tmp_path) == before
 
 

@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+from calib import artifact
 from calib.artifact import Manifest
 from calib.rounding import RoundingErrors
 from oscar_jax import cache as cache_module
@@ -261,3 +263,52 @@ def test_a_damaged_plan_is_named(tiny, planned, tmp_path):
         (tmp_path / "plan.json").write_text(json.dumps(content | damage))
         with pytest.raises(ValueError, match=message):
             layer_plan.load(tmp_path, model=tiny.identity)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            ["plan.json"],
+            r"holds 'plan\.json', which is not a plan's; choose a new or empty folder, or a plan to replace",
+        ),
+        (["a.txt", "plan.json"], r"holds 'plan\.json', which is not a plan's"),
+        (["notes.txt"], r"holds 'notes\.txt', which is not a plan's"),
+        (["slots-16/2023/thesis.txt"], "slots-16: the folder holds '2023', which is not an artifact's"),
+        (["slots-16"], "holds 'slots-16', which is not a plan's"),
+    ],
+)
+def test_a_plan_does_not_replace_something_else(files, message, planned, tmp_path, capsys):
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text('{"mine": 1}')
+    with pytest.raises(ValueError, match=message):
+        layer_plan.save(tmp_path, *planned)
+    assert run("calibrate", "--model", "/nowhere", "--average-bits", 4, "--out", tmp_path) == 2
+    assert re.search(message, capsys.readouterr().err)
+    found = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert sorted(found) == sorted(tmp_path / file for file in files)
+    assert {file.read_text() for file in found} == {'{"mine": 1}'}
+
+
+def test_a_plan_and_an_artifact_do_not_hide_each_other(planned, tmp_path):
+    plan, manifest = planned
+    artifact.save(tmp_path / "artifact", plan.codes[16], manifest)
+    layer_plan.save(tmp_path / "plan", plan, manifest)
+    with pytest.raises(ValueError, match="holds an artifact, which a plan of layers would hide; choose a new or empty"):
+        layer_plan.save(tmp_path / "artifact", plan, manifest)
+    with pytest.raises(ValueError, match=r"holds 'plan\.json', which would be read as a plan of layers"):
+        artifact.save(tmp_path / "plan", plan.codes[16], manifest)
+    assert isinstance(layer_plan.load(tmp_path / "artifact")[0], TransformCodes)
+    assert isinstance(layer_plan.load(tmp_path / "plan")[0], LayerCodes)
+
+
+def test_a_plan_replaces_a_plan_and_what_an_interrupted_one_left(planned, tmp_path):
+    (tmp_path / "slots-16" / "0.orbax-checkpoint-tmp").mkdir(parents=True)
+    (tmp_path / ".plan.json.tmp").touch()
+    for slots in ((16, 32), (32, 16)):
+        layer_plan.save(tmp_path, dataclasses.replace(planned[0], slots=slots), planned[1])
+        (tmp_path / "notes.txt").write_text("mine")
+        assert json.loads((tmp_path / "plan.json").read_text())["slots"] == list(slots)
+        assert isinstance(layer_plan.load(tmp_path)[0], LayerCodes)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
