@@ -41,6 +41,9 @@ PACKAGES = ("oscar-jax", "jax", "jaxlib", "numpy", "orbax-checkpoint", "flax", "
 SIDES = ("key", "value")
 PLAN_FILE = "plan.json"  # marks a folder of artifacts that share out one model's layers (`oscar_jax.layer_plan`)
 UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of every directory Orbax has not committed yet
+STEP_NAMES = re.compile(  # of all files and directories within
+    r"_CHECKPOINT_METADATA|_METADATA|commit_success\.txt|arrays|manifest|manifest\.ocdbt|ocdbt\.process_\d+|d|[0-9a-f]{32}"
+)
 STEP_ENTRIES = ("_CHECKPOINT_METADATA", "arrays", "commit_success.txt", "manifest")  # of an artifact, and nothing else
 
 Placement = jax.sharding.Sharding | Callable[[str], jax.sharding.Sharding | None]
@@ -252,11 +255,16 @@ def require_replaceable(path: str | os.PathLike[str]) -> None:
             f"artifact {path}: the folder holds {PLAN_FILE!r}, which would be read as a plan of layers in the "
             "artifact's place; choose a new or empty folder."
         )
-    steps = [child for child in children if child.name.isdigit() or UNFINISHED in child.name]
-    foreign = [step for step in steps if not _holds_only_ours(step)]
+    unfinished = _unfinished(path)
+    steps = [child for child in children if child.name.isdecimal()]
+    complete = [step for step in steps if _has_manifest(step)]
+    newest = max((int(step.name) for step in complete), default=-1)
     # A kill while an old step was being deleted leaves a part of it beside the new one.
-    if not foreign and not any(map(_has_manifest, steps)):
-        foreign = [child for child in children if UNFINISHED not in child.name]
+    partial = [step for step in steps if int(step.name) < newest and _is_partial(step)]
+    foreign = [step for step in steps if step not in complete and step not in partial]
+    foreign += [child for child in (*complete, *partial, *unfinished) if not _holds_only_ours(child)]
+    if not foreign and not complete:
+        foreign = [child for child in children if child not in unfinished]
     if foreign:
         raise ValueError(
             f"artifact {path}: the folder holds {foreign[0].name!r}, which is not an artifact's; choose a new or empty "
@@ -266,13 +274,20 @@ def require_replaceable(path: str | os.PathLike[str]) -> None:
 
 def is_artifact(path: Path) -> bool:
     """Whether a directory holds a step of an artifact, of whatever format version, by its manifest."""
-    return any(_has_manifest(child) for child in path.iterdir() if child.name.isdigit())
+    return any(_has_manifest(child) for child in path.iterdir() if child.name.isdecimal())
 
 
 def _holds_only_ours(step: Path) -> bool:
     if step.is_symlink() or not step.is_dir():
         return False
     return all(child.name.partition(UNFINISHED)[0] in STEP_ENTRIES for child in step.iterdir())
+
+
+def _is_partial(step: Path) -> bool:
+    """Whether it can be what is left of a step, by the names in it; its manifest is whole or gone."""
+    return not (step / "manifest" / "metadata").exists() and all(
+        STEP_NAMES.fullmatch(child.name) for child in step.rglob("*")
+    )
 
 
 def _has_manifest(step: Path) -> bool:
@@ -572,8 +587,12 @@ def _require_space(path: Path, array_bytes: int) -> None:
         raise OSError(f"disk full, {needed} bytes needed, {free} free")
 
 
+def _unfinished(path: Path) -> list[Path]:
+    return [child for child in path.glob(f"*{UNFINISHED}*") if re.match(rf"\d+{re.escape(UNFINISHED)}", child.name)]
+
+
 def _discard_unfinished(path: Path) -> None:
-    for leftover in path.glob(f"*{UNFINISHED}*"):
+    for leftover in _unfinished(path):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
@@ -581,7 +600,7 @@ def _discard_late(path: Path) -> None:
     """After a failed write, whose neighbours may be under way still and make their directories anew."""
     quiet = 0
     for _ in range(100):
-        quiet = 0 if any(path.glob(f"*{UNFINISHED}*")) else quiet + 1
+        quiet = 0 if _unfinished(path) else quiet + 1
         if quiet == 3:
             return
         _discard_unfinished(path)

@@ -448,6 +448,7 @@ def snapshot(folder):
         (["3/"], "3"),
         (["0/arrays/x", "0/manifest/metadata"], "0"),  # steps of another program
         (["7.orbax-checkpoint-tmp/state/x"], "7.orbax-checkpoint-tmp"),
+        (["x.orbax-checkpoint-tmp-notes/x"], "x.orbax-checkpoint-tmp-notes"),
         (["0"], "0"),
         (["notes.txt"], "notes.txt"),
         (["slots-16/0/arrays/x"], "slots-16"),
@@ -477,9 +478,20 @@ def test_a_folder_of_a_plan_is_refused_and_left_alone(beside, tmp_path):
     assert snapshot(tmp_path) == before
 
 
-@pytest.mark.parametrize("file", ["5/thesis.txt", "0/thesis.txt", "1.orbax-checkpoint-tmp/thesis.txt"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        *("5/thesis.txt", "0/thesis.txt", "7/thesis.txt", "1.orbax-checkpoint-tmp/thesis.txt"),
+        *("0/arrays/thesis.txt", "7/arrays/thesis.txt"),  # where a step has arrays
+        *(
+            "0/manifest/metadata",
+            "7/arrays/manifest.ocdbt",
+        ),  # another program's step, and what could be newer than ours
+    ],
+)
 def test_what_is_no_step_of_an_artifact_keeps_it_from_being_replaced(file, stored):
-    (stored / file).parent.mkdir(exist_ok=True)
+    (stored / "0").rename(stored / "5")
+    (stored / file).parent.mkdir(parents=True, exist_ok=True)
     (stored / file).write_text("mine")
     before = snapshot(stored)
     with pytest.raises(ValueError, match=rf"holds '{file.split('/')[0]}', which is not an artifact's"):
@@ -488,12 +500,16 @@ def test_what_is_no_step_of_an_artifact_keeps_it_from_being_replaced(file, store
 
 
 def test_what_an_interrupted_save_left_is_replaced(stored, tmp_path):
-    """Beside a file of the user's, which stays."""
+    """Beside a file and a folder of the user's, which stay."""
     (stored / "notes.txt").write_text("mine")
-    (stored / "1.orbax-checkpoint-tmp" / "arrays.orbax-checkpoint-tmp").mkdir(parents=True)
-    shutil.copytree(stored / "0" / "arrays", stored / "2" / "arrays")  # as the deletion of an old step leaves it
+    (stored / "x.orbax-checkpoint-tmp-notes").mkdir()
+    (stored / "x.orbax-checkpoint-tmp-notes" / "arrays").write_text("mine")
+    (stored / "0").rename(stored / "2")
+    (stored / "3.orbax-checkpoint-tmp" / "arrays.orbax-checkpoint-tmp").mkdir(parents=True)
+    shutil.copytree(stored / "2" / "arrays", stored / "0" / "arrays")  # as the deletion of an old step leaves it
     artifact.save(stored, codes(seed=5), MANIFEST)
-    assert steps(stored) == ["3", "notes.txt"]
+    assert steps(stored) == ["3", "notes.txt", "x.orbax-checkpoint-tmp-notes"]
+    assert (stored / "x.orbax-checkpoint-tmp-notes" / "arrays").read_text() == "mine"
     (tmp_path / "b" / "0.orbax-checkpoint-tmp").mkdir(parents=True)
     artifact.save(tmp_path / "b", codes(), MANIFEST)
     assert steps(tmp_path / "b") == ["0"]
