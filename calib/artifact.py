@@ -158,7 +158,7 @@ class Manifest:
                 tree["rounding"].check(*tree["codes"].key.arrays["mu"].shape[:2])
             return cls(**tree)
         except (TypeError, KeyError, ValueError, AttributeError) as error:
-            raise ValueError(f"the manifest is malformed ({error}); calibrate again.") from None
+            raise ValueError(f"the manifest is malformed ({error}); delete the folder, then calibrate again.") from None
 
 
 def _codes_record(tree: dict[str, Any]) -> CodesRecord:
@@ -362,7 +362,9 @@ def _read_manifest(path: Path) -> tuple[int, Manifest]:
             with _no_late_reports():
                 sealed = manager.restore(step, args=ocp.args.Composite(manifest=ocp.args.JsonRestore()))["manifest"]
         except Exception as error:
-            raise ValueError(f"artifact {path}: unreadable manifest ({_reason(error)}); calibrate again.") from None
+            raise ValueError(
+                f"artifact {path}: unreadable manifest ({_reason(error)}); delete the folder, then calibrate again."
+            ) from None
     try:
         return step, Manifest.from_json(_unsealed(sealed))
     except ValueError as error:
@@ -564,7 +566,9 @@ def _sealed(tree: dict[str, Any]) -> dict[str, Any]:
 
 def _unsealed(sealed: Any) -> Any:
     if not isinstance(sealed, dict) or _json_sha256(sealed.get("manifest")) != sealed.get("sha256"):
-        raise ValueError("the manifest is not as it was saved (sha256); restore the files or calibrate again.")
+        raise ValueError(
+            "the manifest is not as it was saved (sha256); restore the files, or delete the folder and calibrate again."
+        )
     return sealed["manifest"]
 
 

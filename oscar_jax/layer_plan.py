@@ -165,7 +165,7 @@ def load(
         if not {size for size in slots if size is not None}:
             raise ValueError("no layer has codes")
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{file}: not a plan of layers ({error}); calibrate again.") from None
+        raise ValueError(f"{file}: not a plan of layers ({error}); delete the folder, then calibrate again.") from None
     codes: list[TransformCodes | None] = []
     manifest = None
     for size in sizes:

@@ -384,8 +384,10 @@ def test_a_changed_manifest_file_is_refused(stored):
     with pytest.raises(ValueError, match="the manifest is not as it was saved"):
         artifact.load(stored)
     file.write_text("{")
-    with pytest.raises(ValueError, match="unreadable manifest"):
+    with pytest.raises(ValueError, match=r"unreadable manifest .*; delete the folder, then calibrate again\.$"):
         artifact.load(stored)
+    with pytest.raises(ValueError, match="which is not an artifact's"):  # so calibrating again alone would not do
+        artifact.save(stored, codes(), MANIFEST)
 
 
 def test_a_folder_of_several_artifacts_lists_them(tmp_path):

@@ -257,7 +257,7 @@ def test_a_damaged_plan_is_named(tiny, planned, tmp_path):
         ({"slots": content["slots"][::-1]}, r"does not hold the layers of plan\.json"),
         ({"slots": [16, 32, 16]}, r"does not hold the layers of plan\.json"),
         ({"slots": [64, 64]}, "slots-64: no such directory"),
-        ({"slots": 3}, "not a plan of layers"),
+        ({"slots": 3}, r"not a plan of layers .*; delete the folder, then calibrate again\.$"),
         ({"slots": [None, None]}, "not a plan of layers"),
     ):
         (tmp_path / "plan.json").write_text(json.dumps(content | damage))
