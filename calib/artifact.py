@@ -36,6 +36,11 @@ from calib.rounding import RoundingErrors
 from pallas_kernels.rope import Rotary
 from pallas_kernels.transform_code import TransformCode, TransformCodes
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 FORMAT_VERSION = 1
 PACKAGES = ("oscar-jax", "jax", "jaxlib", "numpy", "orbax-checkpoint", "flax", "transformers")
 SIDES = ("key", "value")
@@ -192,7 +197,8 @@ def save(path: str | os.PathLike[str], codes: TransformCodes, manifest: Manifest
     Raises:
         ValueError: codes that fail the loading checks (zero or non-finite scales too), layer ids or rounding errors
             that do not fit, a directory of something else.
-        OSError: the disk is full or `path` cannot be written; the old artifact, if any, is untouched.
+        OSError: the disk is full, `path` cannot be written, or another process is saving to it; the old artifact, if
+            any, is untouched.
     """
     path = Path(path).absolute()
     require_replaceable(path)
@@ -218,27 +224,54 @@ def save(path: str | os.PathLike[str], codes: TransformCodes, manifest: Manifest
         format_version=FORMAT_VERSION,
     )
     existed = path.exists()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        _discard_unfinished(path)
-        _require_space(path, sum(array.nbytes for side in arrays.values() for array in side.values()))
-        with _manager(path) as manager:
-            latest = manager.latest_step()
-            contents = ocp.args.Composite(
-                arrays=ocp.args.StandardSave(arrays), manifest=ocp.args.JsonSave(_sealed(manifest.to_json()))
-            )
-            with _no_late_reports():
-                manager.save(0 if latest is None else latest + 1, args=contents)
-    # Orbax and TensorStore report a failed write as OSError, ValueError or their own classes, by version.
-    except Exception as error:
-        _discard_late(path)
-        if not existed and path.is_dir() and not any(path.iterdir()):
-            path.rmdir()
-        reason = _reason(error)
-        full = reason.startswith("disk full") or os.strerror(errno.ENOSPC) in reason
-        advice = "free some space or choose another path" if full else "choose another path"
-        raise OSError(f"artifact {path}: cannot be written ({reason}); {advice}.") from error
+    with contextlib.ExitStack() as lock:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock.enter_context(_exclusive(path))
+            _discard_unfinished(path)
+            _require_space(path, sum(array.nbytes for side in arrays.values() for array in side.values()))
+            with _manager(path) as manager:
+                latest = manager.latest_step()
+                contents = ocp.args.Composite(
+                    arrays=ocp.args.StandardSave(arrays), manifest=ocp.args.JsonSave(_sealed(manifest.to_json()))
+                )
+                with _no_late_reports():
+                    manager.save(0 if latest is None else latest + 1, args=contents)
+        except _Busy:  # what is unfinished there is another's
+            raise
+        # Orbax and TensorStore report a failed write as OSError, ValueError or their own classes, by version.
+        except Exception as error:
+            _discard_late(path)
+            if not existed and path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
+            reason = _reason(error)
+            full = reason.startswith("disk full") or os.strerror(errno.ENOSPC) in reason
+            advice = "free some space or choose another path" if full else "choose another path"
+            raise OSError(f"artifact {path}: cannot be written ({reason}); {advice}.") from error
     return manifest
+
+
+class _Busy(OSError):
+    pass
+
+
+@contextlib.contextmanager
+def _exclusive(path: Path) -> Iterator[None]:
+    """Locks a directory against other calls of `save`, where the system can; a kill ends the lock too."""
+    if fcntl is None:
+        yield
+        return
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _Busy(f"artifact {path}: is being saved by another process; wait or choose another path.") from None
+        except OSError:
+            pass  # a file system without locks of directories
+        yield
+    finally:
+        os.close(folder)
 
 
 def require_replaceable(path: str | os.PathLike[str]) -> None:

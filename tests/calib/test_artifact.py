@@ -517,6 +517,27 @@ def test_what_an_interrupted_save_left_is_replaced(stored, tmp_path):
     assert steps(tmp_path / "b") == ["0"]
 
 
+def test_only_one_saves_at_a_time(stored):
+    """Another process is told so, and leaves alone what the first has under way."""
+    script = """
+import sys
+from calib import artifact
+from tests.calib.test_artifact import MANIFEST, codes
+try:
+    artifact.save(sys.argv[1], codes(), MANIFEST)
+except OSError as error:
+    print(error)
+"""
+    (stored / "1.orbax-checkpoint-tmp" / "arrays").mkdir(parents=True)
+    before = snapshot(stored)
+    with artifact._exclusive(stored):
+        done = in_child(script, stored)
+        assert done.stdout == f"artifact {stored}: is being saved by another process; wait or choose another path.\n"
+        assert snapshot(stored) == before
+    artifact.save(stored, codes(seed=5), MANIFEST)
+    assert steps(stored) == ["1"]
+
+
 FULL = """
 import resource, signal, sys
 from calib import artifact
