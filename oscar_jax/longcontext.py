@@ -39,6 +39,7 @@ class Sample:
         tokens: int32 `[length]`, prompt then answer.
         answer_tokens: how many of them, at the end, are the answer.
         facts: ranges `[begin, end)` of tokens that must be recalled; empty where they are everywhere.
+        parts: the answer's numbers, names or words, in its order; of a quote none, for it is one piece.
     """
 
     task: str
@@ -46,6 +47,7 @@ class Sample:
     tokens: np.ndarray
     answer_tokens: int
     facts: tuple[tuple[int, int], ...]
+    parts: tuple[str, ...] = ()
 
     def in_history(self, tiers: Tiers) -> bool | None:
         """Whether every fact is wholly 2-bit when the answer begins; None without facts."""
@@ -154,7 +156,7 @@ def _needles(request: _Request, *, keys: int, values: int, asked: int) -> Sample
     # The first fact stands at the depth, the others at equal distances behind it and, past the end, from the start on.
     places = [(request.depth + i / len(facts)) % 1 if i else request.depth for i in range(len(facts))]
     order = sorted(range(len(facts)), key=lambda i: places[i])
-    answer = " " + _listed([facts[i][2] for i in order if facts[i][0] in names[:asked]])
+    answer = [facts[i][2] for i in order if facts[i][0] in names[:asked]]
     texts = [(places[i], facts[i][1], facts[i][0] in names[:asked]) for i in order]
     head = "Special magic numbers are hidden within the following text. Memorize them.\n\n"
     return _woven(request, head, texts, ask, answer)
@@ -173,12 +175,14 @@ def _variables(request: _Request) -> Sample:
     texts = [(float(place), text, True) for place, text in zip(places, statements, strict=True)]
     head = "Memorize the chain of variable assignments hidden in the following text.\n\n"
     ask = f"\n\nWhich variables are assigned the value {value} in the text above? In order of assignment, they are"
-    return _woven(request, head, texts, ask, " " + _listed(names))
+    return _woven(request, head, texts, ask, names)
 
 
-def _woven(request: _Request, head: str, facts: Sequence[tuple[float, str, bool]], ask: str, answer: str) -> Sample:
+def _woven(
+    request: _Request, head: str, facts: Sequence[tuple[float, str, bool]], ask: str, answer: Sequence[str]
+) -> Sample:
     """Facts (place 0 to 1 ascending, text, whether asked for) between sentences of the haystack, and the question."""
-    before, question, target = (request.encode(text) for text in (head, ask, answer))
+    before, question, target = (request.encode(text) for text in (head, ask, " " + _listed(answer)))
     inserts = [request.encode(text) for _, text, _ in facts]
     room = request.room(before, question, target, *inserts)
     filler, starts = request.haystack.piece(room, request.rng)
@@ -190,7 +194,7 @@ def _woven(request: _Request, head: str, facts: Sequence[tuple[float, str, bool]
         spans += [(at, at + len(insert))] if wanted else []
         done, at = cut, at + len(insert)
     tokens = np.concatenate([*parts, filler[done:], question, target])
-    return Sample(request.task, request.depth, tokens, len(target), tuple(spans))
+    return Sample(request.task, request.depth, tokens, len(target), tuple(spans), tuple(answer))
 
 
 def _quote(request: _Request) -> Sample:
@@ -260,13 +264,14 @@ def _word_list(
     for i in range(wanted, len(words)):
         counts[i] += int(counts[i] == 0 and (counts @ sizes) + sizes[i] <= room)
     shuffled = request.rng.permutation(np.repeat(np.arange(len(words)), counts))
-    answers = [int(i) for i in dict.fromkeys(shuffled.tolist()) if i < wanted] if by_appearance else range(wanted)
-    target = request.encode(" " + _listed([words[i] for i in answers]))
+    order = [int(i) for i in dict.fromkeys(shuffled.tolist()) if i < wanted] if by_appearance else range(wanted)
+    answer = [words[i] for i in order]
+    target = request.encode(" " + _listed(answer))
     body = np.concatenate([pieces[i] for i in shuffled])
     left = request.length - len(head) - len(body) - len(question) - len(target)
     padding = np.resize(request.encode("\n"), max(left, 0))
     tokens = np.concatenate([head, padding, body, question, target])
-    return Sample(request.task, None, tokens[-request.length :], len(target), ())
+    return Sample(request.task, None, tokens[-request.length :], len(target), (), tuple(answer))
 
 
 def _listed(words: Sequence[str]) -> str:

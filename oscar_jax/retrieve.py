@@ -1,7 +1,8 @@
 """`oscar-jax retrieve`: what a 2-bit cache still finds in a long prompt, beside the plain cache on the same samples.
 
 A sample's answer is scored by its log-probability, fed token by token after the prompt, and by whether greedy decoding
-writes it, at once or after a few other tokens (a colon, a new line), as RULER scores what a model writes.
+writes it, at once or after a few other tokens (a colon, a new line); of a list also by how many of its parts it writes,
+in any order, as RULER scores what a model writes.
 """
 
 from __future__ import annotations
@@ -43,10 +44,12 @@ class Score(NamedTuple):
     Attributes:
         exact: greedy decoding writes the answer, whole, in as many tokens as it has and `LEAD` more; fewer where the
             context or, by a stop token, the text ends.
+        found: share of the answer's parts that are in what it writes; of an answer without parts, whether it is exact.
         log_probability: of the whole answer, nats.
     """
 
     exact: bool
+    found: float
     log_probability: float
 
 
@@ -128,11 +131,12 @@ def _answers(step: Step, samples: Sequence[Sample], tokenizer: Any, chunk: int) 
         later, _ = step(cache, targets[:, :-1], own - 1, output="all")
         logits = jnp.concatenate([logits, later], axis=1)
     right, log_p = map(np.asarray, _judge(logits, targets))
+    at_once = [bool(right[row, :count].all()) for row, count in enumerate(own)]
     scores = [
-        Score(bool(right[row, :count].all()), float(log_p[row, :count].sum(dtype=np.float64)))
-        for row, count in enumerate(own)
+        Score(exact, float(exact), float(log_p[row, :count].sum(dtype=np.float64)))
+        for row, (exact, count) in enumerate(zip(at_once, own, strict=True))
     ]
-    if all(score.exact for score in scores):
+    if all(at_once):
         return scores
     lead = min(LEAD, step.decoder.config.max_position - len(samples[0].tokens))
     written, room = [np.asarray(first.argmax(-1))], own + lead
@@ -140,11 +144,16 @@ def _answers(step: Step, samples: Sequence[Sample], tokenizer: Any, chunk: int) 
         first, asked = step(asked, written[-1][:, None], (len(written) < room).astype(np.int32))
         written.append(np.asarray(first.argmax(-1)))
     stops, found = list(stop_tokens(tokenizer)), []
-    for score, target, row, count in zip(scores, targets, np.stack(written, axis=1), own, strict=True):
-        row = row[: count + lead]
+    for sample, score, target, row in zip(samples, scores, targets, np.stack(written, axis=1), strict=True):
+        if score.exact:
+            found.append(score)
+            continue
+        row = row[: sample.answer_tokens + lead]
         ended = np.flatnonzero(np.isin(row, stops))
-        answer, text = map(tokenizer.decode, (target[:count], row[: ended[0]] if ended.size else row))
-        found.append(score._replace(exact=score.exact or answer.strip() in text))
+        answer, text = map(tokenizer.decode, (target[: sample.answer_tokens], row[: ended[0]] if ended.size else row))
+        exact = answer.strip() in text
+        share = float(np.mean([part in text for part in sample.parts])) if sample.parts else float(exact)
+        found.append(score._replace(exact=exact, found=share))
     return found
 
 
@@ -160,10 +169,11 @@ def summarize(
     """The report's `cells` and `pairs`.
 
     Returns:
-        `cells`: for each arm, task, length and depth `samples`, `exact` (share), `log_probability` (mean of a whole
-        answer, nats) and `in_history` (share of samples whose facts are all 2-bit in the arms that have codes; None for
-        list tasks). `pairs`: for each arm but the baseline, task and length `samples`, `exact` and `baseline_exact`,
-        `difference_points`, `mcnemar_p`, and `log_probability_change` with its paired bootstrap interval.
+        `cells`: for each arm, task, length and depth `samples`, `exact` and `found` (shares), `log_probability` (mean
+        of a whole answer, nats) and `in_history` (share of samples whose facts are all 2-bit in the arms that have
+        codes; None for list tasks). `pairs`: for each arm but the baseline, task and length `samples`, `exact` and
+        `baseline_exact`, `difference_points`, `mcnemar_p`, `found` and `baseline_found`, and with paired bootstrap
+        intervals `found_points` and `log_probability_change`.
     """
     cells, pairs = [], []
     history = [sample.in_history(tiers) for sample in samples]
@@ -180,6 +190,7 @@ def summarize(
                     "depth": depth,
                     "samples": len(indices),
                     "exact": float(np.mean([found[i].exact for i in indices])),
+                    "found": float(np.mean([found[i].found for i in indices])),
                     "log_probability": float(np.mean([found[i].log_probability for i in indices])),
                     "in_history": float(np.mean(inside)) if inside else None,
                 }
@@ -188,6 +199,8 @@ def summarize(
             continue
         for (task, length), indices in _grouped(samples, lambda sample: (sample.task, len(sample.tokens))).items():
             ours, theirs = (np.asarray([each[i].exact for i in indices]) for each in (found, base))
+            shares, before = (np.asarray([each[i].found for i in indices]) for each in (found, base))
+            points = 100 * (shares - before)
             change = np.asarray([found[i].log_probability - base[i].log_probability for i in indices])
             pairs.append(
                 {
@@ -199,6 +212,10 @@ def summarize(
                     "baseline_exact": float(theirs.mean()),
                     "difference_points": float(100 * (ours.mean() - theirs.mean())),
                     "mcnemar_p": paired.mcnemar(ours, theirs),
+                    "found": float(shares.mean()),
+                    "baseline_found": float(before.mean()),
+                    "found_points": float(points.mean()),
+                    "found_points_interval": paired.bootstrap(points, np.ones(len(points))),
                     "log_probability_change": float(change.mean()),
                     "log_probability_change_interval": paired.bootstrap(change, np.ones(len(change))),
                 }
@@ -215,7 +232,8 @@ def _grouped(samples: Sequence[Sample], key) -> dict[Any, list[int]]:
 
 def rows(pairs: Sequence[Mapping[str, Any]], artifacts: Mapping[str, str]) -> list[tuple[str, ...]]:
     """The report's pairs for people, the header first; an arm of an artifact is followed by its path."""
-    cells = [("task", "tokens", "arm", "exact", "bf16", "points", "McNemar p", "log-prob. change", "95 % interval")]
+    exact, change = ("exact", "bf16", "points", "McNemar p"), ("log-prob. change", "95 % interval")
+    cells: list[tuple[str, ...]] = [("task", "tokens", "arm", *exact, "parts", "bf16", *change)]
     for pair in pairs:
         interval = pair["log_probability_change_interval"]
         cells.append(
@@ -227,6 +245,8 @@ def rows(pairs: Sequence[Mapping[str, Any]], artifacts: Mapping[str, str]) -> li
                 f"{100 * pair['baseline_exact']:.1f} %",
                 f"{pair['difference_points']:+.1f}",
                 f"{pair['mcnemar_p']:.3f}",
+                f"{100 * pair['found']:.1f} %",
+                f"{100 * pair['baseline_found']:.1f} %",
                 f"{pair['log_probability_change']:+.3f}",
                 "-" if interval is None else f"{interval[0]:+.3f} .. {interval[1]:+.3f}",
             )

@@ -56,6 +56,7 @@ def test_samples_have_the_length_repeat_and_differ_by_index_and_seed(task, hayst
     assert first.tokens.tolist() != sample(task, haystack, seed=1).tokens.tolist()
     assert (first.depth is None) == (task in WITHOUT_DEPTH)
     assert first.in_history(TIERS) is (None if task in WITHOUT_DEPTH else True)
+    assert task == "quote" or parts(first)[1] == " " + ", ".join(first.parts)
 
 
 def parts(made):

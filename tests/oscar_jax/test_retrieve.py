@@ -71,6 +71,17 @@ def test_each_row_of_a_batch_may_write_its_own_answer_and_eight_tokens_more(tiny
     assert [score.exact for score in scores] == [True, False]
 
 
+def test_parts_of_a_list_count_one_by_one_and_in_any_order(tiny, samples):
+    """Of an answer that greedy decoding does not write whole, the parts that it writes."""
+    own = _continued(tiny, samples[0])
+    written = tiny.tokenizer.decode(own.tokens[-own.answer_tokens :]).strip()
+    first, last = written[:5], written[-5:]
+    listed = dataclasses.replace(samples[0], parts=(last, "never written", first, "nor this"))
+    whole = dataclasses.replace(own, parts=(first, last))
+    scores = retrieve.score(tiny, None, [listed, whole, samples[1]], tiers=TIERS, batch=3, chunk=128, progress=False)
+    assert [(score.exact, score.found) for score in scores] == [(False, 0.5), (True, 1), (False, 0)]
+
+
 @pytest.mark.parametrize("coded", [False, True])
 def test_no_score_depends_on_how_many_prompts_run_at_once(tiny, codes, samples, coded):
     """A batch of two leaves a row over; one of sixty-four is no larger than the samples."""
@@ -88,13 +99,17 @@ def test_no_score_depends_on_how_many_prompts_run_at_once(tiny, codes, samples, 
 
 def test_the_report_pairs_arms_on_the_same_samples(samples):
     made = [samples[0]] * 9
-    base = [Score(True, -1.0)] * 9
-    worse = [Score(i < 1, -3.0) for i in range(9)]
+    base = [Score(True, 1.0, -1.0)] * 9
+    worse = [Score(i < 1, 1.0 if i < 1 else 0.25, -3.0) for i in range(9)]
     found = retrieve.summarize(made, {"bf16": base, "naive": worse}, tiers=TIERS)
     [pair] = found["pairs"]
     assert (pair["arm"], pair["task"], pair["length"], pair["samples"]) == ("naive", "quote", LENGTH, 9)
     assert pair["difference_points"] == pytest.approx(-800 / 9)
     assert pair["mcnemar_p"] == 2 / 2**8
+    assert (pair["found"], pair["baseline_found"]) == (pytest.approx(3 / 9), 1)
+    assert pair["found_points"] == pytest.approx(-600 / 9)
+    low, high = pair["found_points_interval"]
+    assert -75 <= low < -600 / 9 < high < 0
     assert pair["log_probability_change"] == -2
     assert pair["log_probability_change_interval"] == (-2, -2)
     assert [cell["arm"] for cell in found["cells"]] == ["bf16", "naive"]
