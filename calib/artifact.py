@@ -14,15 +14,11 @@ import dataclasses
 import datetime
 import errno
 import hashlib
-import importlib.metadata
 import json
 import logging
 import os
-import platform
 import re
-import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,166 +27,19 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from calib.identity import ModelIdentity, TextIdentity
-from calib.rounding import RoundingErrors
-from pallas_kernels.rope import Rotary
+from calib import artifact_folder
+from calib.identity import ModelIdentity
+from calib.manifest import FORMAT_VERSION, SIDES, ArrayRecord, CodesRecord, Manifest, SideRecord, package_versions
 from pallas_kernels.transform_code import TransformCode, TransformCodes
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
-FORMAT_VERSION = 1
-PACKAGES = ("oscar-jax", "jax", "jaxlib", "numpy", "orbax-checkpoint", "flax", "transformers")
-SIDES = ("key", "value")
-PLAN_FILE = "plan.json"  # marks a folder of artifacts that share out one model's layers (`oscar_jax.layer_plan`)
-UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of every directory Orbax has not committed yet
-STEP_NAMES = re.compile(  # of all files and directories within
-    r"_CHECKPOINT_METADATA|_METADATA|commit_success\.txt|arrays|manifest|manifest\.ocdbt|ocdbt\.process_\d+|d|[0-9a-f]{32}"
-)
-STEP_ENTRIES = ("_CHECKPOINT_METADATA", "arrays", "commit_success.txt", "manifest")  # of an artifact, and nothing else
-
 Placement = jax.sharding.Sharding | Callable[[str], jax.sharding.Sharding | None]
-
-
-@dataclasses.dataclass(frozen=True)
-class ArrayRecord:
-    """What one stored array must be: shape, dtype name, and hex sha256 of its C-order little-endian bytes.
-
-    `heads` are those of each KV head `[:, k]`, for processes that read some heads only; older artifacts have none.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    sha256: str
-    heads: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class SideRecord:
-    """The static part of a `TransformCode`, N, and its arrays by leaf name."""
-
-    kind: str
-    clip: str
-    clip_ratio: float
-    slots: int
-    arrays: dict[str, ArrayRecord]
-
-
-@dataclasses.dataclass(frozen=True)
-class CodesRecord:
-    """The static part of `TransformCodes`; `rotary` keeps its frequencies exactly, as hexadecimal floats."""
-
-    rotary: Rotary | None
-    bucket: int | None
-    scale_dtype: str
-    key: SideRecord
-    value: SideRecord
-
-
-@dataclasses.dataclass(frozen=True)
-class Manifest:
-    """What an artifact says about itself.
-
-    The first fields are the caller's; those from `codes` on are recorded by `save`.
-
-    Attributes:
-        recipe: name of the recipe.
-        model, text: None where unknown (imported rotations).
-        value_metric: metric of V's error, "output-projection" (group mean of W_o W_o^T), "identity", or "none".
-        statistics_sink, statistics_recent: S and W, tokens, of the history pairs in the statistics; None without any.
-        max_position: positions that the query statistics cover, tokens; None if they do not depend on it.
-        covered_positions: distinct bucket-relative positions seen in calibration; None if not counted.
-        rotary: of the model, for recipes whose statistics depend on positions (the codes keep it only with buckets).
-        sequence: tokens of a calibration sequence; None without statistics, or from before it was recorded.
-        rounding: what rounding costs each head; None for data-free recipes, layer plans and imported rotations, or from
-            before it was recorded.
-        layer_ids: the model's layer of each layer of the codes; `()` means 0 .. L-1.
-        codes: static parts, shapes, dtypes and hashes of what is stored.
-        created: UTC time, ISO 8601.
-        packages: versions that wrote it.
-        format_version: of this layout.
-    """
-
-    recipe: str
-    model: ModelIdentity | None = None
-    text: TextIdentity | None = None
-    value_metric: str = "none"
-    statistics_sink: int | None = None
-    statistics_recent: int | None = None
-    max_position: int | None = None
-    covered_positions: int | None = None
-    rotary: Rotary | None = None
-    sequence: int | None = None
-    rounding: RoundingErrors | None = None
-    layer_ids: tuple[int, ...] = ()
-    codes: CodesRecord | None = None
-    created: str = ""
-    packages: dict[str, str] = dataclasses.field(default_factory=dict)
-    format_version: int = FORMAT_VERSION
-
-    def to_json(self) -> dict[str, Any]:
-        """A tree of dicts, lists, strings and numbers from which `from_json` makes an equal manifest."""
-        tree = dataclasses.asdict(self)
-        for record in (tree, tree["codes"] or {}):
-            if rotary := record.get("rotary"):
-                rotary["inverse_frequencies"] = [float(f).hex() for f in rotary["inverse_frequencies"]]
-        return json.loads(json.dumps(tree))
-
-    @classmethod
-    def from_json(cls, tree: Any) -> Manifest:
-        """Inverse of `to_json`.
-
-        Raises:
-            ValueError: another format version, or fields missing, unknown or malformed.
-        """
-        version = tree.get("format_version") if isinstance(tree, dict) else None
-        if version != FORMAT_VERSION:
-            raise ValueError(
-                f"format_version {version!r:.20} is unknown, this oscar-jax reads {FORMAT_VERSION}; "
-                "update oscar-jax or calibrate again."
-            )
-        try:
-            tree = dict(tree)
-            tree["model"] = tree["model"] and ModelIdentity(**tree["model"])
-            tree["text"] = tree["text"] and TextIdentity(**tree["text"])
-            tree["rotary"] = _rotary(tree["rotary"])
-            tree["rounding"] = RoundingErrors.from_json(tree.get("rounding"))
-            tree["layer_ids"] = tuple(tree["layer_ids"])
-            tree["codes"] = tree["codes"] and _codes_record(tree["codes"])
-            if tree["rounding"] and tree["codes"]:
-                tree["rounding"].check(*tree["codes"].key.arrays["mu"].shape[:2])
-            return cls(**tree)
-        except (TypeError, KeyError, ValueError, AttributeError) as error:
-            raise ValueError(f"the manifest is malformed ({error}); delete the folder, then calibrate again.") from None
-
-
-def _codes_record(tree: dict[str, Any]) -> CodesRecord:
-    sides = {}
-    for side in SIDES:
-        arrays = {name: ArrayRecord(**record) for name, record in tree[side]["arrays"].items()}
-        arrays = {
-            name: dataclasses.replace(record, shape=tuple(record.shape), heads=tuple(record.heads))
-            for name, record in arrays.items()
-        }
-        sides[side] = SideRecord(**(tree[side] | {"arrays": arrays}))
-    rest = {name: value for name, value in tree.items() if name not in (*SIDES, "rotary")}
-    return CodesRecord(rotary=_rotary(tree["rotary"]), **sides, **rest)
-
-
-def _rotary(tree: dict[str, Any] | None) -> Rotary | None:
-    if tree is None:
-        return None
-    fields: dict[str, Any] = tree | {"inverse_frequencies": tuple(map(float.fromhex, tree["inverse_frequencies"]))}
-    return Rotary(**fields)
 
 
 def save(path: str | os.PathLike[str], codes: TransformCodes, manifest: Manifest) -> Manifest:
     """Writes an artifact, replacing the one at `path` if there is one; returns the manifest as stored.
 
     Args:
-        path: the artifact's directory; made if missing, else one that `require_replaceable` takes.
+        path: the artifact's directory; made if missing, else one that `artifact_folder.require_replaceable` takes.
         codes: arrays on any devices, in any sharding.
         manifest: the caller's fields.
 
@@ -201,7 +50,7 @@ def save(path: str | os.PathLike[str], codes: TransformCodes, manifest: Manifest
             any, is untouched.
     """
     path = Path(path).absolute()
-    require_replaceable(path)
+    artifact_folder.require_replaceable(path)
     codes.check()
     if manifest.layer_ids and len(manifest.layer_ids) != codes.layers:
         raise ValueError(
@@ -227,9 +76,10 @@ def save(path: str | os.PathLike[str], codes: TransformCodes, manifest: Manifest
     with contextlib.ExitStack() as lock:
         try:
             path.mkdir(parents=True, exist_ok=True)
-            lock.enter_context(_exclusive(path))
-            _discard_unfinished(path)
-            _require_space(path, sum(array.nbytes for side in arrays.values() for array in side.values()))
+            lock.enter_context(artifact_folder.exclusive(path))
+            artifact_folder.discard_unfinished(path)
+            size = sum(array.nbytes for side in arrays.values() for array in side.values())
+            artifact_folder.require_space(path, size)
             with _manager(path) as manager:
                 latest = manager.latest_step()
                 contents = ocp.args.Composite(
@@ -237,11 +87,11 @@ def save(path: str | os.PathLike[str], codes: TransformCodes, manifest: Manifest
                 )
                 with _no_late_reports():
                     manager.save(0 if latest is None else latest + 1, args=contents)
-        except _Busy:  # what is unfinished there is another's
+        except artifact_folder.Busy:  # what is unfinished there is another's
             raise
         # Orbax and TensorStore report a failed write as OSError, ValueError or their own classes, by version.
         except Exception as error:
-            _discard_late(path)
+            artifact_folder.discard_late(path)
             if not existed and path.is_dir() and not any(path.iterdir()):
                 path.rmdir()
             reason = _reason(error)
@@ -249,87 +99,6 @@ def save(path: str | os.PathLike[str], codes: TransformCodes, manifest: Manifest
             advice = "free some space or choose another path" if full else "choose another path"
             raise OSError(f"artifact {path}: cannot be written ({reason}); {advice}.") from error
     return manifest
-
-
-class _Busy(OSError):
-    pass
-
-
-@contextlib.contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
-    """Locks a directory against other calls of `save`, where the system can; a kill ends the lock too."""
-    if fcntl is None:
-        yield
-        return
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise _Busy(f"artifact {path}: is being saved by another process; wait or choose another path.") from None
-        except OSError:
-            pass  # a file system without locks of directories
-        yield
-    finally:
-        os.close(folder)
-
-
-def require_replaceable(path: str | os.PathLike[str]) -> None:
-    """Raises ValueError unless `path` is no directory, an empty one, an artifact, or what an interrupted `save` left.
-
-    Orbax takes every directory named by a number for a step of its own, and deletes the old ones.
-    """
-    path = Path(path).absolute()
-    if not path.is_dir():
-        return
-    children = sorted(path.iterdir())
-    if (path / PLAN_FILE).is_file():
-        raise ValueError(
-            f"artifact {path}: the folder holds {PLAN_FILE!r}, which would be read as a plan of layers in the "
-            "artifact's place; choose a new or empty folder."
-        )
-    unfinished = _unfinished(path)
-    steps = [child for child in children if child.name.isdecimal()]
-    complete = [step for step in steps if _has_manifest(step)]
-    newest = max((int(step.name) for step in complete), default=-1)
-    # A kill while an old step was being deleted leaves a part of it beside the new one.
-    partial = [step for step in steps if int(step.name) < newest and _is_partial(step)]
-    foreign = [step for step in steps if step not in complete and step not in partial]
-    foreign += [child for child in (*complete, *partial, *unfinished) if not _holds_only_ours(child)]
-    if not foreign and not complete:
-        foreign = [child for child in children if child not in unfinished]
-    if foreign:
-        raise ValueError(
-            f"artifact {path}: the folder holds {foreign[0].name!r}, which is not an artifact's; choose a new or empty "
-            "folder, or an artifact to replace."
-        )
-
-
-def is_artifact(path: Path) -> bool:
-    """Whether a directory holds a step of an artifact, of whatever format version, by its manifest."""
-    return any(_has_manifest(child) for child in path.iterdir() if child.name.isdecimal())
-
-
-def _holds_only_ours(step: Path) -> bool:
-    if step.is_symlink() or not step.is_dir():
-        return False
-    return all(child.name.partition(UNFINISHED)[0] in STEP_ENTRIES for child in step.iterdir())
-
-
-def _is_partial(step: Path) -> bool:
-    """Whether it can be what is left of a step, by the names in it; its manifest is whole or gone."""
-    return not (step / "manifest" / "metadata").exists() and all(
-        STEP_NAMES.fullmatch(child.name) for child in step.rglob("*")
-    )
-
-
-def _has_manifest(step: Path) -> bool:
-    """Whether it is a step of an artifact, of whatever format version."""
-    try:
-        sealed = json.loads((step / "manifest" / "metadata").read_bytes())
-        return {"recipe", "format_version"} <= sealed["manifest"].keys() and "sha256" in sealed
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return False
 
 
 def load(
@@ -378,7 +147,7 @@ def _read_manifest(path: Path) -> tuple[int, Manifest]:
     """Also the step it was read from, so that the arrays come from the same one."""
     if not path.is_dir():
         raise ValueError(f"artifact {path}: no such directory; make it with `oscar-jax calibrate --out {path}`.")
-    if (path / PLAN_FILE).is_file():
+    if (path / artifact_folder.PLAN_FILE).is_file():
         parts = ", ".join(sorted(part.name for part in path.iterdir() if part.is_dir()))
         raise ValueError(
             f"artifact {path}: its layers have different sizes, which this does not take; name one of {parts}."
@@ -615,43 +384,6 @@ def _sha256(array: np.ndarray) -> str:
 
 def _little_endian(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: np.ascontiguousarray(array, array.dtype.newbyteorder("<")) for name, array in arrays.items()}
-
-
-def _require_space(path: Path, array_bytes: int) -> None:
-    """The old artifact stays until the new one is complete, so the new one needs room of its own."""
-    needed, free = array_bytes + (1 << 16), shutil.disk_usage(path).free
-    if needed > free:
-        raise OSError(f"disk full, {needed} bytes needed, {free} free")
-
-
-def _unfinished(path: Path) -> list[Path]:
-    return [child for child in path.glob(f"*{UNFINISHED}*") if re.match(rf"\d+{re.escape(UNFINISHED)}", child.name)]
-
-
-def _discard_unfinished(path: Path) -> None:
-    for leftover in _unfinished(path):
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _discard_late(path: Path) -> None:
-    """After a failed write, whose neighbours may be under way still and make their directories anew."""
-    quiet = 0
-    for _ in range(100):
-        quiet = 0 if _unfinished(path) else quiet + 1
-        if quiet == 3:
-            return
-        _discard_unfinished(path)
-        time.sleep(0.02)
-
-
-def package_versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def _reason(error: BaseException) -> str:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from calib import artifact, fit, moments, rounding
+from calib import artifact, artifact_folder, fit, moments, rounding
 from calib.recipes import Recipe
 from calib.recipes import get as get_recipe
 from oscar_jax import corpus, layer_plan
@@ -340,7 +340,9 @@ def run(args: argparse.Namespace) -> int:
     _require_writable(Path(args.out).absolute())
     if args.average_bits is not None and len(args.recipe) > 1:
         raise ValueError(f"average_bits with the recipes {', '.join(args.recipe)}: expected one recipe.")
-    require_replaceable = artifact.require_replaceable if args.average_bits is None else layer_plan.require_replaceable
+    require_replaceable = (
+        artifact_folder.require_replaceable if args.average_bits is None else layer_plan.require_replaceable
+    )
     for path in paths.values():
         require_replaceable(path)
     model = load(args.model)

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from calib import artifact, rotation_zoo
+from calib import artifact, artifact_folder, rotation_zoo
 from calib.identity import ModelIdentity
 from calib.rotation_zoo import RotationFile
 from pallas_kernels.transform_code import TransformCodes
@@ -17,7 +17,7 @@ KEY_FILE, VALUE_FILE = "k_rotation.pt", "v_rotation.pt"
 def run(args: argparse.Namespace) -> int:
     """`oscar-jax convert import|export`; always 0, errors are raised."""
     if args.action == "import":
-        artifact.require_replaceable(args.out)
+        artifact_folder.require_replaceable(args.out)
         from oscar_jax import models  # transformers, needed only to read a model
 
         model = None if args.model is None else models.load(args.model)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from calib import artifact
+from calib.manifest import package_versions
 from oscar_jax import cache as kv_cache
 from oscar_jax import calibrate, corpus, layer_errors, layer_plan, one_pass, paired
 from oscar_jax import report as reports
@@ -290,7 +290,7 @@ def evaluate(
         "chunk": chunk,
         "positions": [first, sequence - 2],
         **dataclasses.asdict(tiers),
-        "versions": artifact.package_versions(),
+        "versions": package_versions(),
     }
 
 

@@ -24,7 +24,7 @@ from pallas_kernels.transform_code import TransformCodes
 if TYPE_CHECKING:
     import jax
 
-    from calib.artifact import Manifest
+    from calib.manifest import Manifest
 
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>")
 """Tokens that end an answer although some tokenizer files name another one as theirs."""

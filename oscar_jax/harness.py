@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from calib import artifact
+from calib.manifest import package_versions
 from oscar_jax import report as reports
 from oscar_jax.answering import Answerer
 from oscar_jax.evaluate import BASELINE, artifacts, label, load_arms
@@ -187,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
     settings |= {"sink": args.sink, "recent": args.recent}
     found |= {"model": model.identity.model_id, "settings": settings, "seconds": time.perf_counter() - begin}
     found["artifacts"] = artifacts(args, arms)
-    found["versions"] = artifact.package_versions()
+    found["versions"] = package_versions()
     print(reports.aligned(rows(found)), file=sys.stderr if args.json else sys.stdout)
     if args.json:  # before files: a full disk must not cost the run
         print(json.dumps(found))

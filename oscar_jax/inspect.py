@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from calib import artifact
+from calib.manifest import SIDES, Manifest
 from calib.rounding import Heads
 from oscar_jax import inspect_plots, report
 from pallas_kernels.tiers import Tiers
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def summary(codes: TransformCodes, manifest: artifact.Manifest, *, tiers: Tiers) -> dict[str, Any]:
+def summary(codes: TransformCodes, manifest: Manifest, *, tiers: Tiers) -> dict[str, Any]:
     """A dict fit for JSON.
 
     Returns:
@@ -61,7 +62,7 @@ def summary(codes: TransformCodes, manifest: artifact.Manifest, *, tiers: Tiers)
     }
 
 
-def _layer_ids(codes: TransformCodes, manifest: artifact.Manifest) -> tuple[int, ...]:
+def _layer_ids(codes: TransformCodes, manifest: Manifest) -> tuple[int, ...]:
     return tuple(manifest.layer_ids or range(codes.layers))
 
 
@@ -115,7 +116,7 @@ def as_text(found: dict[str, Any]) -> str:
         f"bits an element, sink {found['sink']}, recent {found['recent']}: "
         + ", ".join(f"{bits:.3f} at {int(context):,}" for context, bits in found["bits_per_element"].items()),
     ]
-    for side in artifact.SIDES:
+    for side in SIDES:
         each = found[side]
         clip = "" if each["clip"] == "none" else f", clip {each['clip']} {each['clip_ratio']:g}"
         lines += ["", f"{side}: {each['kind']}{clip}, N = {each['slots']} slots, {each['row_bits']} bits a row"]

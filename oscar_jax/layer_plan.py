@@ -17,13 +17,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from calib import artifact
+from calib import artifact, artifact_folder
 from calib.allocation import allocate
 from calib.identity import ModelIdentity
 from oscar_jax.layer_codes import LayerCodes, history_bits
 from pallas_kernels.transform_code import TransformCodes
 
-FILE = artifact.PLAN_FILE
+FILE = artifact_folder.PLAN_FILE
 TEMPORARY = f".{FILE}.tmp"
 PLAIN_BITS = history_bits(None)
 
@@ -120,7 +120,7 @@ def require_replaceable(path: str | os.PathLike[str]) -> None:
     path = Path(path).absolute()
     if not path.is_dir():
         return
-    if artifact.is_artifact(path):
+    if artifact_folder.is_artifact(path):
         raise ValueError(
             f"plan {path}: the folder holds an artifact, which a plan of layers would hide; choose a new or "
             "empty folder."
@@ -135,7 +135,7 @@ def require_replaceable(path: str | os.PathLike[str]) -> None:
             "to replace."
         )
     for size in sizes:
-        artifact.require_replaceable(size)
+        artifact_folder.require_replaceable(size)
 
 
 def _is_plan(file: Path) -> bool:

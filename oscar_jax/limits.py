@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from calib.artifact import Manifest
+from calib.manifest import Manifest
 
 MEASURED_STRETCH = 4
 """Longest sequences whose quality has been measured, in lengths of the calibration's sequences (docs/quality.md)."""

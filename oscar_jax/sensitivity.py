@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from calib import artifact, fit
+from calib import fit
+from calib.manifest import Manifest
 from calib.recipes import get as get_recipe
 from oscar_jax import calibrate, corpus, evaluate, layer_plan, one_pass
 from oscar_jax.models import LoadedModel
@@ -51,7 +52,7 @@ def plan_layers(
     *,
     sizes: Sequence[float] = SIZES,
     **options: Any,
-) -> tuple[layer_plan.LayerPlan, artifact.Manifest]:
+) -> tuple[layer_plan.LayerPlan, Manifest]:
     """A size for each layer, from what each one costs on the first tokens of the text: one pass a layer and size.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from calib.artifact import Manifest
+from calib.manifest import Manifest
 from oscar_jax.engine import sizes
 from oscar_jax.engine.allocator import Allocator, AllocatorStats
 from oscar_jax.engine.compilations import compilations

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from calib import artifact
-from calib.artifact import Manifest
+from calib.manifest import Manifest
 from calib.rounding import RoundingErrors
 from oscar_jax import cache as cache_module
 from oscar_jax import calibrate as calibration
