@@ -41,7 +41,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from oscar_jax import sharding, step
-from oscar_jax.cache import CacheConfig, KVCache, append
+from oscar_jax.cache import KVCache, append
+from oscar_jax.cache_settings import CacheConfig
 from oscar_jax.engine import Engine, Request, Shapes, executor, sizes
 from oscar_jax.models import tiny_config
 from oscar_jax.models.config import ModelConfig

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from calib.artifact import save as save_artifact
-    from oscar_jax.cache import CacheConfig, KVCache, advance, append, attend, demote, init_cache, step_attention
+    from oscar_jax.cache import KVCache, advance, append, attend, demote, init_cache, step_attention
+    from oscar_jax.cache_settings import CacheConfig
     from oscar_jax.calibrate import calibrate as calibrate_model
     from oscar_jax.evaluate import evaluate as evaluate_model
     from oscar_jax.generate import complete, stream
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 _SOURCES = {
     "AttentionSpec": "pallas_kernels.attention",
-    "CacheConfig": "oscar_jax.cache",
+    "CacheConfig": "oscar_jax.cache_settings",
     "KVCache": "oscar_jax.cache",
     "Sampling": "oscar_jax.sampling",
     "Tiers": "pallas_kernels.tiers",

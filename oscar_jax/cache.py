@@ -20,15 +20,15 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from oscar_jax import sharding
-from oscar_jax.layer_codes import LayerCodes, groups_of, of_group, with_group
-from oscar_jax.sharding import CODES, EVERYWHERE, HEADS, HISTORY, PLAIN, ROWS, on_host
+from oscar_jax.cache_settings import CacheConfig
+from oscar_jax.layer_codes import LayerCodes, groups_of
+from oscar_jax.sharding import CODES, EVERYWHERE, HEADS, HISTORY, PLAIN, ROWS
 from pallas_kernels import dispatch
-from pallas_kernels.attention import AttentionSpec, PlainTiers
+from pallas_kernels.attention import PlainTiers
 from pallas_kernels.attention import attend as attend_tiers
 from pallas_kernels.attention.api import lane_heads
-from pallas_kernels.codec import SCALE_LIMIT
 from pallas_kernels.history import History, init_history
-from pallas_kernels.storage import loaded, storage_dtype, stored
+from pallas_kernels.storage import storage_dtype, stored
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes, bits_per_element
 from pallas_kernels.write import append as append_plain
@@ -37,127 +37,6 @@ from pallas_kernels.write import demote_ahead as demote_all_layers
 
 if TYPE_CHECKING:
     from oscar_jax.models.attention import Attend
-
-TESTED_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
-MAX_GROUP = 32  # query heads a KV head
-DEFAULT_TIERS = Tiers()
-
-
-@dataclasses.dataclass(frozen=True)
-class CacheConfig:
-    """Everything about a cache that is known when it is built; checked here, never at the first request.
-
-    Attributes:
-        layers, q_heads, kv_heads, head_dim: the model's.
-        batch: sequences held at once.
-        max_length: longest sequence in tokens.
-        tiers: window and page sizes in tokens.
-        plain_dtype: dtype of sinks and recents, "float16", "bfloat16", "float32" or "float64"; None stands for the
-            model's, to be filled in by who knows the model (`step.make_step`).
-        step_tokens: most tokens of one decode step that may be taken back afterwards (drafted tokens).
-        pages: pages of the pool; by default enough for `batch` sequences of `max_length`.
-        attention: scale, soft-cap and chunk rule.
-        windows: sliding window of each layer in tokens, None entries for full attention; None for a model without.
-        implementation: a name, names in order of preference, or None for the best one here.
-        unroll_layers: compile every layer of the model by itself: a program L times as long, which on a GPU copies
-            fewer weights (`Decoder.__call__`).
-        mesh: of `sharding.make_mesh`, over which sequences and heads are divided; None for one device.
-
-    Raises:
-        ValueError: a size or dtype out of range, or a mesh that does not divide them.
-        NotImplementedError: no implementation here takes the combination.
-    """
-
-    layers: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    max_length: int
-    attention: AttentionSpec
-    batch: int = 1
-    tiers: Tiers = DEFAULT_TIERS
-    plain_dtype: str | None = "bfloat16"
-    step_tokens: int = 1
-    pages: int | None = None
-    windows: tuple[int | None, ...] | None = None
-    implementation: str | tuple[str, ...] | None = None
-    unroll_layers: bool = False
-    mesh: jax.sharding.Mesh | None = None
-
-    def __post_init__(self):
-        for name in ("layers", "q_heads", "kv_heads", "head_dim", "max_length", "batch", "step_tokens"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}: expected a whole number, at least 1.")
-        if self.head_dim % 8:
-            raise ValueError(
-                f"head_dim={self.head_dim}: expected a multiple of 8, of "
-                f"which {', '.join(map(str, TESTED_HEAD_DIMS))} are tested."
-            )
-        if self.q_heads % self.kv_heads or self.q_heads // self.kv_heads > MAX_GROUP:
-            raise ValueError(
-                f"q_heads={self.q_heads}, kv_heads={self.kv_heads}: expected a whole number of query heads a KV head, "
-                f"at most {MAX_GROUP}."
-            )
-        if self.plain_dtype not in ("float16", "bfloat16", "float32", "float64", None):
-            raise ValueError(f"plain_dtype={self.plain_dtype!r}: expected float16, bfloat16, float32 or float64.")
-        if self.step_tokens > self.tiers.recent:
-            raise ValueError(f"step_tokens={self.step_tokens}: expected at most recent={self.tiers.recent}.")
-        if self.windows is not None and (
-            len(self.windows) != self.layers or any(w is not None and w < 1 for w in self.windows)
-        ):
-            raise ValueError(f"windows={self.windows}: expected {self.layers} entries, each None or at least 1.")
-        if self.mesh is not None:
-            sharding.check_mesh(
-                self.mesh, batch=self.batch, pages=self.pages, q_heads=self.q_heads, kv_heads=self.kv_heads
-            )
-        self._check_implementation()
-
-    def _check_implementation(self) -> None:
-        reasons = dispatch.availability()
-        wanted = self.implementation
-        names: Sequence[str] = tuple(reasons) if wanted is None else (wanted,) if isinstance(wanted, str) else wanted
-        unknown = [name for name in names if name not in reasons]
-        if unknown:
-            raise ValueError(f"implementation={unknown[0]!r}: expected one of {', '.join(reasons)}, or None.")
-        if all(reasons[name] is not None for name in names):
-            why = "; ".join(f"{name}: {reasons[name]}" for name in names)
-            raise NotImplementedError(f"implementation={wanted!r} cannot run here ({why}); 'xla' runs everywhere.")
-
-    @property
-    def sequence_pages(self) -> int:
-        """Pages that a sequence of `max_length` tokens needs."""
-        return self.tiers.history_pages(self.max_length)
-
-    @property
-    def pool_pages(self) -> int:
-        """Pages of the pool, those of all parts of a mesh together."""
-        return self.batch * self.sequence_pages if self.pages is None else self.pages
-
-    @property
-    def data_parts(self) -> int:
-        """Parts into which the mesh divides sequences and pages."""
-        return 1 if self.mesh is None else self.mesh.shape[sharding.DATA]
-
-    @property
-    def head_copies(self) -> int:
-        """How many devices hold the same KV head."""
-        return 1 if self.mesh is None else max(1, self.mesh.shape[sharding.TENSOR] // self.kv_heads)
-
-    @property
-    def stored_heads(self) -> int:
-        """KV heads of the cache's arrays, copies counted."""
-        return self.kv_heads * self.head_copies
-
-    @property
-    def device_heads(self) -> int:
-        """KV heads that a device holds."""
-        return self.stored_heads // (1 if self.mesh is None else self.mesh.shape[sharding.TENSOR])
-
-    @property
-    def ring(self) -> int:
-        """Recent tokens a sequence has room for; no more than it can ever hold."""
-        return min(self.tiers.ring(self.step_tokens), max(1, self.max_length - self.tiers.sink))
 
 
 @jax.tree_util.register_dataclass
@@ -483,8 +362,8 @@ def begin_step(
         return _begin_group(cache, config, codes, counts, tokens=tokens)
     attends = []
     for number, (own, code) in enumerate(groups_of(config, codes)):
-        part, attend = _begin_group(of_group(cache, number), own, code, counts, tokens=tokens)
-        cache = with_group(cache, number, part)
+        part, attend = _begin_group(_of_group(cache, number), own, code, counts, tokens=tokens)
+        cache = _with_group(cache, number, part)
         attends.append(_in_group(number, attend, codes.places))
     return cache, [(count, attends[number]) for count, number in codes.runs]
 
@@ -493,10 +372,25 @@ def _in_group(number: int, attend: Attend, places: Sequence[int]) -> Attend:
     """Attention of a group's layers, of the model's layers and with the whole cache as its state."""
 
     def step(cache: KVCache, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array):
-        out, part, extra = attend(of_group(cache, number), jnp.asarray(places, jnp.int32)[layer], q, k, v)
-        return out, with_group(cache, number, part), extra
+        out, part, extra = attend(_of_group(cache, number), jnp.asarray(places, jnp.int32)[layer], q, k, v)
+        return out, _with_group(cache, number, part), extra
 
     return step
+
+
+def _of_group(cache: KVCache, number: int) -> KVCache:
+    """A group's cache."""
+    parts: Any = cache
+    return dataclasses.replace(cache, plain=parts.plain[number], history=parts.history[number])
+
+
+def _with_group(cache: KVCache, number: int, new: KVCache) -> KVCache:
+    """The cache with another one for a group."""
+
+    def put(parts: Any, part: Any) -> Any:
+        return *parts[:number], part, *parts[number + 1 :]
+
+    return dataclasses.replace(cache, plain=put(cache.plain, new.plain), history=put(cache.history, new.history))
 
 
 def _begin_group(
@@ -552,62 +446,3 @@ def expected_bits(config: CacheConfig, codes: TransformCodes | LayerCodes | None
         for own, code in groups_of(config, codes)
     ]
     return sum(bits) / config.layers
-
-
-def check_cache(cache: KVCache, config: CacheConfig, codes: TransformCodes | LayerCodes | None = None) -> None:
-    """Checked mode: every live page id is in range and owned once, every live scale finite and not saturated.
-
-    Args:
-        codes: those of the cache, needed to name layers where they have different sizes.
-
-    Raises:
-        ValueError: names the sequence, or the layer, head and position.
-    """
-    lengths = on_host(cache.lengths)
-    for sequence, length in enumerate(lengths):
-        if not 0 <= length <= config.max_length:
-            raise ValueError(
-                f"sequence {sequence}: {length} stored tokens, expected 0 to max_length={config.max_length}."
-            )
-    groups: Any = enumerate(cache.history) if isinstance(codes, LayerCodes) else [(0, cache.history)]  # type: ignore[arg-type]
-    histories = {number: history for number, history in groups if history is not None}
-    if not histories:
-        return
-    pool, tiers = next(iter(histories.values())).key.scale.shape[1] // config.data_parts, config.tiers
-    table = on_host(cache.page_indices)
-    for sequence, length in enumerate(lengths):
-        live = table[sequence, : tiers.history_pages(int(length))]
-        bad = np.flatnonzero((live < 0) | (live >= pool))
-        if bad.size:
-            raise ValueError(
-                f"sequence {sequence}: page table entry {bad[0]} is {live[bad[0]]}, expected a page of the pool, "
-                f"0 to {pool - 1}."
-            )
-        if len(np.unique(live)) != len(live):
-            raise ValueError(f"sequence {sequence}: its page table names a page twice, expected every page once.")
-        first = pool * (sequence * config.data_parts // config.batch)  # page of the sequence's part
-        for number, history in histories.items():
-            layers = codes.layers_of(number) if isinstance(codes, LayerCodes) else range(config.layers)
-            _check_scales(history, first + live, tiers, int(length), sequence, layers)
-
-
-def _check_scales(
-    history: History, live: np.ndarray, tiers: Tiers, length: int, sequence: int, layers: Sequence[int]
-) -> None:
-    tokens = tiers.history_tokens(length)
-    for name, side in (("key", history.key), ("value", history.value)):
-        for parameter in ("scale", "offset"):
-            leaf = getattr(side, parameter)
-            if leaf is None:
-                continue
-            rows = loaded(leaf[:, live])
-            rows = np.asarray(on_host(rows), np.float32).transpose(0, 2, 1, 3)  # [L, K, pages, page]
-            rows = rows.reshape(*rows.shape[:2], -1)[:, :, :tokens]
-            bad = np.argwhere(~np.isfinite(rows) | (np.abs(rows) >= SCALE_LIMIT))
-            if bad.size:
-                layer, head, token = bad[0]
-                raise ValueError(
-                    f"sequence {sequence}, layer {layers[layer]}, head {head}, position {tiers.sink + token}: {name} "
-                    f"{parameter} is {rows[layer, head, token]}, expected a finite number below {SCALE_LIMIT:.0f}; the "
-                    "row had NaN, Inf or values too large."
-                )

@@ -5,17 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
+from oscar_jax.cache_settings import CacheConfig
 from pallas_kernels import dispatch, history
 from pallas_kernels.codec import PLANES
 from pallas_kernels.transform_code import TransformCodes, flat
-
-if TYPE_CHECKING:
-    from oscar_jax.cache import CacheConfig, KVCache
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["codes"], meta_fields=["group"])
@@ -122,18 +119,3 @@ def _split(layers: int, code: TransformCodes | None, tokens: int) -> list[np.nda
         if not any(size in history.UNADDRESSED for size in sizes):
             return parts
     return [np.arange(layers)]
-
-
-def of_group(cache: KVCache, number: int) -> KVCache:
-    """A group's cache."""
-    parts: Any = cache
-    return dataclasses.replace(cache, plain=parts.plain[number], history=parts.history[number])
-
-
-def with_group(cache: KVCache, number: int, new: KVCache) -> KVCache:
-    """The cache with another one for a group."""
-
-    def put(parts: Any, part: Any) -> Any:
-        return *parts[:number], part, *parts[number + 1 :]
-
-    return dataclasses.replace(cache, plain=put(cache.plain, new.plain), history=put(cache.history, new.history))

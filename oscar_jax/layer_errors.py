@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from oscar_jax.cache import CacheConfig, KVCache, advance, begin_step, init_cache, step_attention
+from oscar_jax.cache import KVCache, advance, begin_step, init_cache, step_attention
+from oscar_jax.cache_settings import CacheConfig
 from oscar_jax.layer_codes import LayerCodes
 from oscar_jax.models import Decoder, LoadedModel
 from oscar_jax.models.attention import Attend, runs

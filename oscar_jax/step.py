@@ -23,7 +23,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from oscar_jax import sharding
-from oscar_jax.cache import SPECS, CacheConfig, KVCache, advance, begin_step, check_cache, init_cache
+from oscar_jax.cache import SPECS, KVCache, advance, begin_step, init_cache
+from oscar_jax.cache_check import check_cache
+from oscar_jax.cache_settings import CacheConfig
 from oscar_jax.layer_codes import LayerCodes, for_kernels
 from oscar_jax.models import Decoder, ModelConfig
 from pallas_kernels.attention import AttentionSpec

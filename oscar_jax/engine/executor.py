@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from oscar_jax import sharding
-from oscar_jax.cache import CacheConfig, KVCache, begin_step
+from oscar_jax.cache import KVCache, begin_step
+from oscar_jax.cache_settings import CacheConfig
 from oscar_jax.engine.scheduler import LAST, DeviceCall, Shapes
 from oscar_jax.layer_codes import LayerCodes
 from oscar_jax.models.decoder import Decoder

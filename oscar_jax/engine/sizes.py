@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from oscar_jax.cache import CacheConfig
+from oscar_jax.cache_settings import CacheConfig
 from oscar_jax.layer_codes import LayerCodes, groups_of
 from pallas_kernels.codec import PLANES
 from pallas_kernels.transform_code import TransformCode, TransformCodes

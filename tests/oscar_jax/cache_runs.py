@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from oscar_jax.cache import CacheConfig, KVCache, advance, begin_step, init_cache
+from oscar_jax.cache import KVCache, advance, begin_step, init_cache
+from oscar_jax.cache_settings import CacheConfig
 from pallas_kernels import codec
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.history import History

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oscar_jax.cache import advance, cache_bytes, check_cache, init_cache
+from oscar_jax.cache import advance, cache_bytes, init_cache
+from oscar_jax.cache_check import check_cache
 from pallas_kernels.attention import PlainTiers
 from pallas_kernels.tiers import Tiers
 from tests.oscar_jax.cache_runs import (

@@ -1,4 +1,4 @@
-"""What a cache accepts and refuses when it is built, its bytes, its donation, and the checked mode."""
+"""What a cache accepts and refuses when it is built, its bytes, and its donation."""
 
 import dataclasses
 import itertools
@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from oscar_jax import cache as caches
-from oscar_jax.cache import CacheConfig, advance, cache_bytes, check_cache, expected_bits, init_cache
+from oscar_jax.cache import cache_bytes, expected_bits, init_cache
+from oscar_jax.cache_settings import CacheConfig
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import bits_per_element
-from tests.oscar_jax.cache_runs import BASE, BATCH, DIM, LAYERS, Tokens, base_codes, config, pages, run, schedule, step
+from tests.oscar_jax.cache_runs import BASE, BATCH, DIM, LAYERS, base_codes, config, step
 
 
 @pytest.mark.parametrize(
@@ -156,47 +157,6 @@ def test_a_step_updates_the_donated_cache_in_place(dtype, width):
         and any(f" {operation}(" in line for operation in ("copy", "convert", "bitcast-convert", "select", "transpose"))
     ]
     assert not moved
-
-
-def filled():
-    tokens, codes = Tokens.random(seed=20), base_codes()
-    return run(schedule((60, 40), 24), width=24, tokens=tokens, codes=codes)[1]
-
-
-@pytest.mark.parametrize("bad", (-1, 16, 10**6))
-def test_fault_c5_a_page_id_out_of_range_raises_in_the_checked_mode(bad):
-    """Past a sequence's history such entries mean nothing; within, XLA would clamp them silently."""
-    cache = filled()
-    used = BASE.tiers.history_pages(40)
-    beyond = dataclasses.replace(cache, page_indices=cache.page_indices.at[1, used:].set(bad))
-    check_cache(beyond, BASE)
-    within = dataclasses.replace(cache, page_indices=cache.page_indices.at[1, used - 1].set(bad))
-    with pytest.raises(ValueError, match=f"sequence 1: page table entry {used - 1} is {bad}.*0 to 15"):
-        check_cache(within, BASE)
-
-
-def test_checked_mode_names_what_is_wrong():
-    cache = filled()
-    twice = dataclasses.replace(cache, page_indices=cache.page_indices.at[0, 1].set(cache.page_indices[0, 0]))
-    with pytest.raises(ValueError, match="sequence 0: its page table names a page twice"):
-        check_cache(twice, BASE)
-    with pytest.raises(ValueError, match="sequence 1: 73 stored tokens, expected 0 to max_length=72"):
-        check_cache(advance(cache, jnp.array([0, 33])), BASE)
-    page = int(cache.page_indices[0, 2])
-    for value, shown in ((np.nan, "nan"), (65504, "65504")):
-        scale = pages(cache).key.scale.at[1, page, 1, 3].set(value)
-        history = dataclasses.replace(pages(cache), key=dataclasses.replace(pages(cache).key, scale=scale))
-        where = f"sequence 0, layer 1, head 1, position {4 + 2 * 8 + 3}: key scale is {shown}"
-        with pytest.raises(ValueError, match=where):
-            check_cache(dataclasses.replace(cache, history=history), BASE)
-
-
-def test_a_saturated_row_raises_in_the_checked_mode():
-    tokens, codes = Tokens.random(seed=21), base_codes()
-    tokens.v[:, 0, 10] *= 1e7
-    _, cache = run(schedule((60, 40), 24), width=24, tokens=tokens, codes=codes)
-    with pytest.raises(ValueError, match=r"sequence 0, layer 0, head 0, position 10: value scale is 65504"):
-        check_cache(cache, BASE)
 
 
 def test_a_config_is_a_static_argument():

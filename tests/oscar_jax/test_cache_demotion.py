@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from oscar_jax.cache import check_cache, init_cache
+from oscar_jax.cache import init_cache
+from oscar_jax.cache_check import check_cache
 from pallas_kernels import dispatch
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.write import triton

@@ -12,9 +12,10 @@ import pytest
 from calib import artifact
 from calib.manifest import Manifest
 from calib.rounding import RoundingErrors
-from oscar_jax import cache as cache_module
 from oscar_jax import calibrate as calibration
 from oscar_jax import cli, corpus, evaluate, layer_plan, one_pass, sensitivity
+from oscar_jax.cache import init_cache
+from oscar_jax.cache_check import check_cache
 from oscar_jax.engine import Engine, Request, Shapes
 from oscar_jax.layer_codes import LayerCodes, history_bits
 from oscar_jax.limits import BeyondCalibrationWarning
@@ -151,7 +152,7 @@ def test_layers_in_groups_give_the_logits_of_layers_in_one_on_a_mesh_too(shuffle
             found.append(np.stack(logits))
     np.testing.assert_allclose(found[1:], [found[0]] * 2, atol=1e-9)
     with pytest.raises(ValueError, match="codes for 4 layers: expected 2"):
-        cache_module.init_cache(dataclasses.replace(config, layers=2), grouped)
+        init_cache(dataclasses.replace(config, layers=2), grouped)
 
 
 def test_pools_that_triton_kernels_cannot_address_are_divided(shuffled, monkeypatch):
@@ -206,13 +207,13 @@ def test_an_engine_takes_layers_in_groups_and_warns_beyond_its_artifact(shuffled
 
 def test_a_damaged_scale_is_named_by_the_models_layer(shuffled):
     _, config, _, codes = shuffled
-    cache: Any = cache_module.init_cache(config, codes)
+    cache: Any = init_cache(config, codes)
     pages = cache.history[1].value
     broken = dataclasses.replace(pages, scale=pages.scale.at[1, 0, 0, 2].set(np.nan))
     history = cache.history[0], dataclasses.replace(cache.history[1], value=broken)
     cache = dataclasses.replace(cache, history=history, lengths=cache.lengths + 40)
     with pytest.raises(ValueError, match="sequence 0, layer 3, head 0, position 6: value scale is nan"):
-        cache_module.check_cache(cache, config, codes)
+        check_cache(cache, config, codes)
 
 
 def run(*arguments):

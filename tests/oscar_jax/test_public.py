@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from importlib.metadata import requires, version
+from importlib.util import find_spec
 
 import pytest
 from packaging.requirements import Requirement
@@ -15,6 +16,7 @@ def test_every_public_name_is_importable_and_there_are_few():
     assert len(oscar_jax.__all__) < 25
     for name in oscar_jax.__all__:
         assert getattr(oscar_jax, name).__doc__
+        assert find_spec(f"oscar_jax.{name}") is None  # once imported, such a module would hide what is public
 
 
 def test_unknown_names_are_refused():

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
-from oscar_jax.cache import check_cache, init_cache
+from oscar_jax.cache import init_cache
+from oscar_jax.cache_check import check_cache
 from oscar_jax.engine import Engine, Request, Shapes
 from oscar_jax.engine.compilations import compilations
 from oscar_jax.engine.invariants import check
