@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from calib import artifact
+from calib.manifest import package_versions
 from oscar_jax import calibrate, corpus, paired
 from oscar_jax import report as reports
 from oscar_jax.evaluate import BASELINE, CHUNK, PLAIN_DTYPE, artifacts, check_request, label, requested_arms
@@ -295,7 +295,7 @@ def run(args: argparse.Namespace) -> int:
         "implementation": args.implementation,
         **dataclasses.asdict(tiers),
         "seconds": time.perf_counter() - begin,
-        "versions": artifact.package_versions(),
+        "versions": package_versions(),
     }
     table = rows(found["pairs"], found["artifacts"])
     print(reports.aligned(table), file=sys.stderr if args.json else sys.stdout)
