@@ -23,7 +23,7 @@ from oscar_jax.models import LoadedModel
 from pallas_kernels.tiers import Tiers
 from pallas_kernels.transform_code import TransformCodes
 
-SIZES = (1.0, 2.0)  # N as a multiple of D; staying plain is always a choice
+SIZES = (0.5, 1.0, 2.0)  # N as a multiple of D; staying plain is always a choice
 WINDOW = 1024  # calibration tokens that the layers are measured on
 TIERS = Tiers(sink=16, recent=64)
 

@@ -38,7 +38,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def planned(tiny, tiny_text):
-    """Two layers of 16 slots and a scale a side, (2 * 16 + 16) / 16 = 3 bits, or of 32 slots, 5 bits."""
+    """Two layers of 16 slots and a scale a side, (2 * 16 + 16) / 16 = 3 bits, of 8 slots, 2 bits, or of 32, 5 bits."""
     text = corpus.calibration_text(calibration.encoder(tiny), 800, files=[tiny_text / "calibration.txt"])
     return sensitivity.plan_layers(tiny, text, "default", 4.0, sequence=400, bucket=128, progress=False)
 
@@ -50,7 +50,7 @@ def windows(tiny, tiny_text):
 def test_more_slots_go_to_the_layer_where_they_save_most(planned):
     plan, manifest = planned
     costs = {size: np.asarray(each) for size, each in plan.costs.items()}
-    assert list(costs) == [16, 32]
+    assert list(costs) == [8, 16, 32]
     assert (costs[32] < 0.3 * costs[16]).all()
     wider = int((costs[16] - costs[32]).argmax())
     assert plan.slots[wider] == 32
@@ -59,16 +59,24 @@ def test_more_slots_go_to_the_layer_where_they_save_most(planned):
     assert manifest.recipe == "default"
 
 
-@pytest.mark.parametrize(("bits", "sizes"), [(3, [16, 16]), (3.9, [16, 16]), (5, [32, 32]), (10.5, [None, 32])])
+@pytest.mark.parametrize(
+    ("bits", "sizes"), [(3, [16, 16]), (3.4, [16, 16]), (3.9, [8, 32]), (5, [32, 32]), (10.5, [None, 32])]
+)
 def test_the_average_is_kept(planned, bits, sizes):
     plan = layer_plan.choose(planned[0].codes, planned[0].costs, bits)
     assert sorted(plan.slots, key=str, reverse=True) == sorted(sizes, key=str, reverse=True)
     assert history_bits(plan.layer_codes()) <= bits
 
 
+def test_at_the_bits_of_equal_layers_narrow_ones_pay_for_wide_ones(planned):
+    """Four layers of which one costs most: 2 + 2 + 3 + 5 bits are 4 times 3."""
+    costs = {8: [0.1, 0.11, 0.12, 9], 16: [0.05, 0.05, 0.05, 1], 32: [0.01, 0.01, 0.01, 0.1]}
+    assert layer_plan.choose(planned[0].codes, costs, 3).slots == (8, 8, 16, 32)
+
+
 def test_an_average_out_of_range_is_refused(planned):
-    for bits in (2.9, 16.1):
-        with pytest.raises(ValueError, match=r"average_bits=.*: expected 3 \(the smallest size\) to 16 \(plain\)"):
+    for bits in (1.9, 16.1):
+        with pytest.raises(ValueError, match=r"average_bits=.*: expected 2 \(the smallest size\) to 16 \(plain\)"):
             layer_plan.choose(planned[0].codes, planned[0].costs, bits)
 
 
@@ -78,7 +86,7 @@ def test_averages_and_sizes_out_of_range_are_refused_before_anything_is_measured
     for recipe, least in (("default", "3"), ("oscar-head", "4")):
         with pytest.raises(ValueError, match=rf"average_bits=2: expected {least} \(the smallest size\) to 16"):
             sensitivity.plan_layers(tiny, text, recipe, 2.0, sizes=[1])
-    with pytest.raises(ValueError, match="slots=32 on the key side of recipe 'oscar-head': expected 16, the head size"):
+    with pytest.raises(ValueError, match="slots=8 on the key side of recipe 'oscar-head': expected 16, the head size"):
         sensitivity.plan_layers(tiny, text, "oscar-head", 5.0)
     with pytest.raises(ValueError, match=r"slots=0 .* expected a multiple of 8 from 8 to 48; the nearest is 8"):
         sensitivity.plan_layers(tiny, text, "default", 5.0, sizes=[0.1, 1])

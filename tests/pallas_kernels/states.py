@@ -30,6 +30,7 @@ class Case:
     bucket: int | None = None
     key: str = "levels"
     value: str = "levels-uniform"
+    slots: int | None = None  # of codes of kind "levels"
     dtype: str = "float32"
     scale_dtype: str = "float16"
     softcap: float | None = None
@@ -66,7 +67,7 @@ class State:
 def codes_of(case: Case, layers=2) -> TransformCodes:
     codes = transform_codes(
         case.key, case.value, bucket=case.bucket, head_dim=case.head_dim, kv_heads=case.kv_heads, layers=layers,
-        seed=case.seed,
+        seed=case.seed, slots=case.slots,
     )  # fmt: skip
     mean = codes.key.mu + np.float32(case.bias) * (np.arange(case.head_dim) == 7)
     return dataclasses.replace(codes, key=dataclasses.replace(codes.key, mu=mean), scale_dtype=case.scale_dtype)
@@ -93,7 +94,10 @@ def build(case: Case, codes: TransformCodes, *, layer=1, page_order=None) -> Sta
     }
     new = {side: np.full((batch, case.tokens, kv_heads, dim), np.nan, dtype) for side in "kv"}
     sides = {"k": codes.key, "v": codes.value}
-    slots = {side: np.full((layers, pool, kv_heads, tiers.page, dim // 4), 0xFF, np.uint8) for side in "kv"}
+    slots = {
+        side: np.full((layers, pool, kv_heads, tiers.page, code.slots // 4), 0xFF, np.uint8)
+        for side, code in sides.items()
+    }
     scale_dtype = jnp.dtype(codes.scale_dtype)
     numbers = {
         side: [np.full((layers, pool, kv_heads, tiers.page), np.nan, scale_dtype) for _ in range(2)] for side in "kv"
@@ -117,10 +121,10 @@ def build(case: Case, codes: TransformCodes, *, layer=1, page_order=None) -> Sta
                 plain[side][0][layer, b, j] = x[j]
             for j in range(max(tiers.sink, start - ring, lowest), start):
                 plain[side][1][layer, b, j % ring] = x[j]
-            code_slots = rng.integers(0, 4, size=(total, kv_heads, dim)).astype(np.uint8)
+            code_slots = rng.integers(0, 4, size=(total, kv_heads, code.slots)).astype(np.uint8)
             scale = rng.uniform(0.2, 0.6, size=(total, kv_heads)).astype(scale_dtype)
             offset = (-1.5 * scale.astype(np.float32) + 0.1).astype(scale_dtype) if code.has_offset else None
-            planes = code_slots.reshape(total, kv_heads, 4, dim // 4)
+            planes = code_slots.reshape(total, kv_heads, 4, code.slots // 4)
             packed = np.bitwise_or.reduce(planes << np.array([0, 2, 4, 6], np.uint8)[:, None], axis=2)
             for j in range(max(tiers.sink, lowest), end):
                 page, place = table[b, (j - tiers.sink) // tiers.page], (j - tiers.sink) % tiers.page

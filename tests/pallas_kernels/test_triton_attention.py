@@ -43,6 +43,13 @@ CASES = {
     "head size 96": case(head_dim=96),
     "head size 192": case(head_dim=192),
     "head size 256": case(head_dim=256),
+    "half as many slots": case(head_dim=64, value="levels", slots=32),
+    "three quarters as many slots": case(value="levels", slots=96),
+    "twice as many slots": case(value="levels", slots=256),
+    "half as many slots, sixteen rows": case(value="levels", slots=64, tokens=4, counts=(4, 4, 0, 4, 3), q_heads=8),
+    "twice as many slots, sixteen rows": case(
+        head_dim=64, value="levels", slots=128, tokens=4, counts=(4, 4, 0, 4, 3), q_heads=8
+    ),
     "two tokens": case(tokens=2, counts=(0, 1, 2, 2, 2)),
     "four tokens": case(tokens=4, counts=(4, 4, 0, 4, 3)),
     "sixteen tokens": case(tokens=16, starts=(0, 9, 250, 700, 390), q_heads=6),
@@ -86,7 +93,14 @@ INTERPRETED = {
 }  # fmt: skip
 BEHIND = "eight rows, everything at once, NaN behind the window"
 INTERPRETED[BEHIND] = dataclasses.replace(list(INTERPRETED.values())[-1], behind=True)
-LOWERED = ("decode", "stored offsets", "head size 96", "four tokens", "window over several tokens", "page 16")
+for n in (32, 48, 128):
+    INTERPRETED[f"head size 64, {n} slots"] = Case(
+        (0, 5, 300), tiers=Tiers(4, 8, 4, 128), value="levels", slots=n, bucket=128, q_heads=3, kv_heads=1
+    )
+LOWERED = (
+    "decode", "stored offsets", "head size 96", "half as many slots", "four tokens", "window over several tokens",
+    "page 16",
+)  # fmt: skip
 # Largest error relative to the largest output (at least 1): fixed point, and probabilities in the plain dtype.
 TOLERANCE = {"float32": 5e-4, "float16": 1.5e-3, "bfloat16": 6e-3}
 

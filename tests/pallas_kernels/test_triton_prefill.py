@@ -44,6 +44,9 @@ CASES = {
     "head size 96": case(head_dim=96),
     "head size 192": case(head_dim=192),
     "head size 256": case(head_dim=256),
+    "half as many slots": case(head_dim=64, value="levels", slots=32),
+    "three quarters as many slots": case(value="levels", slots=96),
+    "twice as many slots": case(value="levels", slots=256),
     "seventeen tokens": case(tokens=17, counts=(17, 1, 0, 16, 17)),
     "600 tokens": case(tokens=600, counts=(600, 599, 0, 300, 601 - 64)),
     "exact chunk": case(exact_chunk=True),
@@ -79,9 +82,16 @@ INTERPRETED = {
         Block(64, 32, 4),
     ),
 }  # fmt: skip
+for n in (32, 128):
+    INTERPRETED[f"{n} slots"] = (
+        Case(
+            (0, 37, 300), tokens=40, counts=(40, 33, 0), tiers=Tiers(4, 8, 4, 128), value="levels", slots=n, bucket=128,
+        ),
+        Block(64, 32, 4),
+    )  # fmt: skip
 BEHIND = "everything at once, NaN behind the window"
 INTERPRETED[BEHIND] = (dataclasses.replace(INTERPRETED["everything at once"][0], behind=True), Block(64, 32, 4))
-LOWERED = ("chunk",)
+LOWERED = ("chunk", "half as many slots")
 # Largest error relative to the largest output (at least 1): rounded keys, values and probabilities.
 TOLERANCE = {"float32": 5e-4, "float16": 1.5e-3, "bfloat16": 6e-3}
 
