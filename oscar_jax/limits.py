@@ -9,7 +9,7 @@ from calib.manifest import Manifest
 MEASURED_STRETCH = 4
 """Longest sequences whose quality has been measured, in lengths of the calibration's sequences (docs/quality.md)."""
 MEASURED_LENGTH = 8192
-"""Longest sequence, in tokens, at whose end KL was at most 1.5 times that of a short one; at 16384 it was 1.6 times."""
+"""Longest sequence, in tokens, up to whose end KL was at most 1.5 times that of short ones; from there to 24576, 1.6."""
 
 
 class BeyondCalibrationWarning(UserWarning):
@@ -41,7 +41,7 @@ def warn_beyond(manifest: Manifest, length: int, *, what: str, stacklevel: int =
     elif length > MEASURED_LENGTH:
         message = (
             f"{what} more than the {MEASURED_LENGTH} tokens up to which the error was measured to stay within 1.5 "
-            "times that of short sequences: 1.6 times at 16384 with a calibration of 8192, unknown beyond."
+            "times that of short sequences: 1.6 times from there to 24576 tokens, with calibration sequences of 8192."
         )
     else:
         return
