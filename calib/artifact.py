@@ -50,7 +50,6 @@ def save(path: str | os.PathLike[str], codes: TransformCodes, manifest: Manifest
             any, is untouched.
     """
     path = Path(path).absolute()
-    artifact_folder.require_replaceable(path)
     codes.check()
     if manifest.layer_ids and len(manifest.layer_ids) != codes.layers:
         raise ValueError(
@@ -76,7 +75,7 @@ def save(path: str | os.PathLike[str], codes: TransformCodes, manifest: Manifest
     with contextlib.ExitStack() as lock:
         try:
             path.mkdir(parents=True, exist_ok=True)
-            lock.enter_context(artifact_folder.exclusive(path))
+            lock.enter_context(artifact_folder.replacing(path))
             artifact_folder.discard_unfinished(path)
             size = sum(array.nbytes for side in arrays.values() for array in side.values())
             artifact_folder.require_space(path, size)
@@ -87,7 +86,7 @@ def save(path: str | os.PathLike[str], codes: TransformCodes, manifest: Manifest
                 )
                 with _no_late_reports():
                     manager.save(0 if latest is None else latest + 1, args=contents)
-        except artifact_folder.Busy:  # what is unfinished there is another's
+        except (artifact_folder.Busy, artifact_folder.NotReplaceable):  # what is unfinished there is another's
             raise
         # Orbax and TensorStore report a failed write as OSError, ValueError or their own classes, by version.
         except Exception as error:
@@ -145,6 +144,8 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 def _read_manifest(path: Path) -> tuple[int, Manifest]:
     """Also the step it was read from, so that the arrays come from the same one."""
+    if path.is_file():
+        raise ValueError(f"artifact {path}: a file; expected the directory that `oscar-jax calibrate --out` made.")
     if not path.is_dir():
         raise ValueError(f"artifact {path}: no such directory; make it with `oscar-jax calibrate --out {path}`.")
     if (path / artifact_folder.PLAN_FILE).is_file():
@@ -164,6 +165,11 @@ def _read_manifest(path: Path) -> tuple[int, Manifest]:
             with _no_late_reports():
                 sealed = manager.restore(step, args=ocp.args.Composite(manifest=ocp.args.JsonRestore()))["manifest"]
         except Exception as error:
+            child = artifact_folder.foreign(path)
+            if child is not None and artifact_folder.is_artifact(path):
+                raise ValueError(
+                    f"artifact {path}: {child.name!r} in it is not an artifact's; move that elsewhere."
+                ) from None
             raise ValueError(
                 f"artifact {path}: unreadable manifest ({_reason(error)}); delete the folder, then calibrate again."
             ) from None
@@ -221,7 +227,8 @@ class _LoopClosed:
 
 
 def _not_of_orbax(record: logging.LogRecord) -> bool:
-    return "orbax" not in record.getMessage()
+    said = f"{record.getMessage()} {record.exc_info}".lower()
+    return "orbax" not in said and "tensorstore" not in said
 
 
 def _restore(path: Path, step: int, record: CodesRecord) -> dict[str, dict[str, np.ndarray]]:

@@ -24,35 +24,60 @@ STEP_NAMES = re.compile(  # of all files and directories within
 STEP_ENTRIES = ("_CHECKPOINT_METADATA", "arrays", "commit_success.txt", "manifest")  # of an artifact, and nothing else
 
 
+class NotReplaceable(ValueError):
+    """The directory holds something else than an artifact."""
+
+
+class Busy(OSError):
+    """Another process saves to the directory."""
+
+
 def require_replaceable(path: str | os.PathLike[str]) -> None:
-    """Raises ValueError unless `path` is no directory, an empty one, an artifact, or what an interrupted save left.
+    """Checks that `path` is no directory, an empty one, an artifact, or what an interrupted `save` left.
+
+    Raises:
+        NotReplaceable: it is not.
+        Busy: another process saves to it.
+    """
+    path = Path(path).absolute()
+    if path.is_dir():
+        with replacing(path):
+            pass
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[None]:
+    """Locks a directory, checks it as `require_replaceable` does, and holds the lock."""
+    with _exclusive(path):
+        if (path / PLAN_FILE).is_file():
+            raise NotReplaceable(
+                f"artifact {path}: the folder holds {PLAN_FILE!r}, which would be read as a plan of layers in the "
+                "artifact's place; choose a new or empty folder."
+            )
+        if (child := foreign(path)) is not None:
+            raise NotReplaceable(
+                f"artifact {path}: the folder holds {child.name!r}, which is not an artifact's; choose a new or empty "
+                "folder, or an artifact to replace."
+            )
+        yield
+
+
+def foreign(path: Path) -> Path | None:
+    """What keeps a directory from being replaced by an artifact.
 
     Orbax takes every directory named by a number for a step of its own, and deletes the old ones.
     """
-    path = Path(path).absolute()
-    if not path.is_dir():
-        return
-    children = sorted(path.iterdir())
-    if (path / PLAN_FILE).is_file():
-        raise ValueError(
-            f"artifact {path}: the folder holds {PLAN_FILE!r}, which would be read as a plan of layers in the "
-            "artifact's place; choose a new or empty folder."
-        )
-    unfinished = _unfinished(path)
+    children, unfinished = sorted(path.iterdir()), _unfinished(path)
     steps = [child for child in children if child.name.isdecimal()]
     complete = [step for step in steps if _has_manifest(step)]
     newest = max((int(step.name) for step in complete), default=-1)
     # A kill while an old step was being deleted leaves a part of it beside the new one.
     partial = [step for step in steps if int(step.name) < newest and _is_partial(step)]
-    foreign = [step for step in steps if step not in complete and step not in partial]
-    foreign += [child for child in (*complete, *partial, *unfinished) if not _holds_only_ours(child)]
-    if not foreign and not complete:
-        foreign = [child for child in children if child not in unfinished]
-    if foreign:
-        raise ValueError(
-            f"artifact {path}: the folder holds {foreign[0].name!r}, which is not an artifact's; choose a new or empty "
-            "folder, or an artifact to replace."
-        )
+    found = [step for step in steps if step not in complete and step not in partial]
+    found += [child for child in (*complete, *partial, *unfinished) if not _holds_only_ours(child)]
+    if not found and not complete:
+        found = [child for child in children if child not in unfinished]
+    return next(iter(found), None)
 
 
 def is_artifact(path: Path) -> bool:
@@ -82,13 +107,9 @@ def _has_manifest(step: Path) -> bool:
         return False
 
 
-class Busy(OSError):
-    """Another process saves to the directory."""
-
-
 @contextlib.contextmanager
-def exclusive(path: Path) -> Iterator[None]:
-    """Locks a directory against other calls of `artifact.save`, where the system can; a kill ends the lock too."""
+def _exclusive(path: Path) -> Iterator[None]:
+    """Locks a directory against other processes, where the system can; a kill ends the lock too."""
     if fcntl is None:
         yield
         return

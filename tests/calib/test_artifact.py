@@ -310,6 +310,7 @@ def test_only_what_follows_orbaxs_own_error_is_silent(stored, monkeypatch, caplo
     for error in (RuntimeError("Event loop is closed"), RuntimeError("Event loop"), ValueError("Event loop is closed")):
         sys.unraisablehook(types.SimpleNamespace(exc_value=error))  # type: ignore[arg-type]
     logging.getLogger("asyncio").error("Task exception was never retrieved: orbax/checkpoint")
+    logging.getLogger("asyncio").error("Task unread", exc_info=(ValueError, ValueError("TensorStore: NOT_FOUND"), None))
     logging.getLogger("asyncio").error("Task exception was never retrieved: mine")
     assert [str(unraisable.exc_value) for unraisable in seen] == ["Event loop", "Event loop is closed"]
     assert caplog.messages == ["Task exception was never retrieved: mine"]

@@ -51,6 +51,7 @@ def test_a_folder_of_a_plan_is_refused_and_left_alone(beside, tmp_path):
     [
         *("5/thesis.txt", "0/thesis.txt", "7/thesis.txt", "1.orbax-checkpoint-tmp/thesis.txt"),
         *("0/arrays/thesis.txt", "7/arrays/thesis.txt"),  # where a step has arrays
+        "0/arrays/data.txt",  # "d" is a name of theirs
         *(
             "0/manifest/metadata",
             "7/arrays/manifest.ocdbt",
@@ -65,6 +66,14 @@ def test_what_is_no_step_of_an_artifact_keeps_it_from_being_replaced(file, store
     with pytest.raises(ValueError, match=rf"holds '{file.split('/')[0]}', which is not an artifact's"):
         artifact.save(stored, codes(seed=5), MANIFEST)
     assert snapshot(stored) == before
+
+
+def test_a_link_to_a_step_elsewhere_is_no_step(stored, tmp_path):
+    (stored / "0").rename(tmp_path / "kept")
+    (stored / "0").symlink_to(tmp_path / "kept")
+    with pytest.raises(ValueError, match="holds '0', which is not an artifact's"):
+        artifact.save(stored, codes(seed=5), MANIFEST)
+    assert (tmp_path / "kept" / "manifest" / "metadata").is_file()
 
 
 def test_what_an_interrupted_save_left_is_replaced(stored, tmp_path):
@@ -87,19 +96,23 @@ def test_only_one_saves_at_a_time(stored):
     """Another process is told so, and leaves alone what the first has under way."""
     script = """
 import sys
-from calib import artifact
+from calib import artifact, artifact_folder
 from tests.calib.artifacts import MANIFEST, codes
-try:
-    artifact.save(sys.argv[1], codes(), MANIFEST)
-except OSError as error:
-    print(error)
+for attempt in (artifact.save, lambda path, *_: artifact_folder.require_replaceable(path)):
+    try:
+        attempt(sys.argv[1], codes(), MANIFEST)
+    except OSError as error:
+        print(error)
 """
     (stored / "1.orbax-checkpoint-tmp" / "arrays").mkdir(parents=True)
-    before = snapshot(stored)
-    with artifact_folder.exclusive(stored):
+    with artifact_folder.replacing(stored):
+        (stored / "2").mkdir()  # a step whose manifest is not there yet
+        before = snapshot(stored)
         done = in_child(script, stored)
-        assert done.stdout == f"artifact {stored}: is being saved by another process; wait or choose another path.\n"
+        told = f"artifact {stored}: is being saved by another process; wait or choose another path.\n"
+        assert done.stdout == 2 * told
         assert snapshot(stored) == before
+        (stored / "2").rmdir()
     artifact.save(stored, codes(seed=5), MANIFEST)
     assert steps(stored) == ["1"]
 

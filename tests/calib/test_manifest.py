@@ -62,6 +62,20 @@ def test_a_manifest_that_disagrees_is_refused(changed, message, stored):
         artifact.load(stored)
 
 
+@pytest.mark.parametrize("file", ["7/", "7/mine.txt"])
+def test_a_folder_that_is_no_step_is_named_and_not_taken_for_a_damaged_artifact(file, stored):
+    (stored / file).parent.mkdir(exist_ok=True)
+    (stored / file).mkdir() if file.endswith("/") else (stored / file).write_text("mine")
+    with pytest.raises(ValueError, match=rf"artifact {stored}: '7' in it is not an artifact's; move that elsewhere\.$"):
+        artifact.load(stored)
+
+
+def test_a_file_is_no_artifact(tmp_path):
+    (tmp_path / "a").write_text("mine")
+    with pytest.raises(ValueError, match=rf"artifact {tmp_path / 'a'}: a file; expected the directory that"):
+        artifact.load(tmp_path / "a")
+
+
 def test_a_changed_manifest_file_is_refused(stored):
     file = stored / "0" / "manifest" / "metadata"
     file.write_text(file.read_text().replace('"max_position": 6144', '"max_position": 8144'))
