@@ -338,6 +338,8 @@ def run(args: argparse.Namespace) -> int:
     paths = {name: Path(args.out) if len(names) == 1 else Path(args.out) / name for name in names}
     _require_pages(args.bucket, Tiers().page)
     _require_writable(Path(args.out).absolute())
+    if args.sizes is not None and args.average_bits is None:
+        raise ValueError("sizes without average_bits: expected an average too, which they are chosen for.")
     if args.average_bits is not None and len(args.recipe) > 1:
         raise ValueError(f"average_bits with the recipes {', '.join(args.recipe)}: expected one recipe.")
     require_replaceable = (

@@ -229,9 +229,9 @@ def _add_calibrate(commands: Any) -> None:
     calibrate.add_argument(
         "--sizes",
         type=lambda text: [_non_negative_number(part) for part in text.split(",")],
-        default=[0.5, 1.0, 2.0],
         metavar="X,..",
-        help="of layers for --average-bits, slots as multiples of the head size, beside plain ones (default: 0.5,1,2)",
+        help="of layers for --average-bits, beside plain ones: slots as multiples of the head size, rounded to "
+        "multiples of 8 (default: 0.5,1,2)",
     )
     _add_json(calibrate)
 

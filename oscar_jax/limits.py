@@ -9,7 +9,7 @@ from calib.manifest import Manifest
 MEASURED_STRETCH = 4
 """Longest sequences whose quality has been measured, in lengths of the calibration's sequences (docs/quality.md)."""
 MEASURED_LENGTH = 8192
-"""Longest sequence, in tokens, up to whose end KL was at most 1.5 times that of short ones; from there to 24576, 1.6."""
+"""Longest sequence, in tokens, whose KL was at most 1.5 times that of short ones to its end; beyond, to 24576, 1.6."""
 
 
 class BeyondCalibrationWarning(UserWarning):

@@ -94,7 +94,7 @@ def errors_by_layer(arms: Arms, *, title: str = "") -> Figure:
 
 
 def retrieval_maps(cells: Sequence[Mapping[str, Any]], task: str) -> Figure:
-    """A map an arm: share of a task's samples answered exactly, by length and depth, above the mean log-probability."""
+    """A map an arm: share of the answers' parts found, by length and depth, above the mean log-probability."""
     from matplotlib.figure import Figure
 
     of_task = [cell for cell in cells if cell["task"] == task]
@@ -105,9 +105,9 @@ def retrieval_maps(cells: Sequence[Mapping[str, Any]], task: str) -> Figure:
         for cell in of_task:
             if cell["arm"] == arm:
                 x, y = lengths.index(cell["length"]), depths.index(cell["depth"])
-                shares[y][x] = cell["exact"]
-                label = f"{100 * cell['exact']:.0f} %\n{cell['log_probability']:.1f}"
-                axes.text(x, y, label, ha="center", va="center", color="black" if cell["exact"] > 0.5 else "white")
+                shares[y][x] = cell["found"]
+                label = f"{100 * cell['found']:.0f} %\n{cell['log_probability']:.1f}"
+                axes.text(x, y, label, ha="center", va="center", color="black" if cell["found"] > 0.5 else "white")
         axes.imshow(shares, vmin=0, vmax=1, cmap="viridis", aspect="auto")
         axes.set_xticks(range(len(lengths)), map(str, lengths))
         axes.set_yticks(range(len(depths)), ["all" if depth is None else f"{depth:g}" for depth in depths])

@@ -2,7 +2,7 @@
 
 A sample's answer is scored by its log-probability, fed token by token after the prompt, and by whether greedy decoding
 writes it, at once or after a few other tokens (a colon, a new line); of a list also by how many of its parts it writes,
-in any order, as RULER scores what a model writes.
+in any order, much as RULER scores what a model writes (which ignores case, and lets it write longer).
 """
 
 from __future__ import annotations
@@ -171,17 +171,21 @@ def summarize(
     Returns:
         `cells`: for each arm, task, length and depth `samples`, `exact` and `found` (shares), `log_probability` (mean
         of a whole answer, nats) and `in_history` (share of samples whose facts are all 2-bit in the arms that have
-        codes; None for list tasks). `pairs`: for each arm but the baseline, task and length `samples`, `exact` and
-        `baseline_exact`, `difference_points`, `mcnemar_p`, `found` and `baseline_found`, and with paired bootstrap
-        intervals `found_points` and `log_probability_change`.
+        codes; None for lists of words). `pairs`: for each arm but the baseline, task and length `samples`,
+        `in_history`, `exact` and `baseline_exact`, `difference_points`, `mcnemar_p`, `found` and `baseline_found`, and
+        with paired bootstrap intervals `found_points` and `log_probability_change`.
     """
     cells, pairs = [], []
     history = [sample.in_history(tiers) for sample in samples]
     base = scores[BASELINE]
+
+    def share_in_history(indices: Sequence[int]) -> float | None:
+        inside = [each for i in indices if (each := history[i]) is not None]
+        return float(np.mean(inside)) if inside else None
+
     for arm, found in scores.items():
         for key, indices in _grouped(samples, lambda sample: (sample.task, len(sample.tokens), sample.depth)).items():
             task, length, depth = key
-            inside = [each for i in indices if (each := history[i]) is not None]
             cells.append(
                 {
                     "arm": arm,
@@ -192,7 +196,7 @@ def summarize(
                     "exact": float(np.mean([found[i].exact for i in indices])),
                     "found": float(np.mean([found[i].found for i in indices])),
                     "log_probability": float(np.mean([found[i].log_probability for i in indices])),
-                    "in_history": float(np.mean(inside)) if inside else None,
+                    "in_history": share_in_history(indices),
                 }
             )
         if arm == BASELINE:
@@ -208,6 +212,7 @@ def summarize(
                     "task": task,
                     "length": length,
                     "samples": len(indices),
+                    "in_history": share_in_history(indices),
                     "exact": float(ours.mean()),
                     "baseline_exact": float(theirs.mean()),
                     "difference_points": float(100 * (ours.mean() - theirs.mean())),
@@ -231,15 +236,19 @@ def _grouped(samples: Sequence[Sample], key) -> dict[Any, list[int]]:
 
 
 def rows(pairs: Sequence[Mapping[str, Any]], artifacts: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """The report's pairs for people, the header first; an arm of an artifact is followed by its path."""
-    exact, change = ("exact", "bf16", "points", "McNemar p"), ("log-prob. change", "95 % interval")
-    cells: list[tuple[str, ...]] = [("task", "tokens", "arm", *exact, "parts", "bf16", *change)]
+    """The report's pairs for people, the header first; an arm of an artifact is followed by its path.
+
+    "in 2 bits" is the share of samples whose facts are: where it is small, arms are compared on what both keep plain.
+    """
+    exact, change = ("exact", "bf16 exact", "points", "McNemar p"), ("log-prob. change", "95 % interval")
+    cells: list[tuple[str, ...]] = [("task", "tokens", "in 2 bits", "arm", *exact, "found", "bf16 found", *change)]
     for pair in pairs:
         interval = pair["log_probability_change_interval"]
         cells.append(
             (
                 pair["task"],
                 str(pair["length"]),
+                "-" if pair["in_history"] is None else f"{100 * pair['in_history']:.0f} %",
                 label(pair["arm"], artifacts.get(pair["arm"])),
                 f"{100 * pair['exact']:.1f} %",
                 f"{100 * pair['baseline_exact']:.1f} %",

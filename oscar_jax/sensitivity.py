@@ -87,7 +87,7 @@ def run(args: argparse.Namespace, model: LoadedModel, text: corpus.TokenText) ->
     begin = time.perf_counter()
     plan, of_recipe = plan_layers(
         model, text, args.recipe[0], args.average_bits, sequence=args.sequence, bucket=args.bucket,
-        max_position=args.max_position, value_metric=args.value_metric, sizes=args.sizes,
+        max_position=args.max_position, value_metric=args.value_metric, sizes=args.sizes or SIZES,
     )  # fmt: skip
     report = layer_plan.save(Path(args.out), plan, of_recipe)
     report |= {"artifact": args.out, "text": text.description, "seconds": time.perf_counter() - begin}

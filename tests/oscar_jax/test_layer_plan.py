@@ -228,6 +228,12 @@ def run(*arguments):
     return cli.main([str(argument) for argument in arguments])
 
 
+def test_sizes_of_nothing_are_refused(tiny_folder, tmp_path, capsys):
+    assert run("calibrate", "--model", tiny_folder, "--sizes", "1,2", "--out", tmp_path / "out") == 2
+    assert "sizes without average_bits: expected an average too" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_commands_read_a_plan_as_any_artifact(tiny, tiny_folder, tiny_text, tmp_path, capsys):
     text = ["--text", tiny_text / "calibration.txt", "--tokens", 800, "--sequence", 400, "--bucket", 128, "--json"]
     out = tmp_path / "plan"

@@ -126,7 +126,7 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path, text):
 
 def test_retrieval_is_drawn_by_length_and_depth(tmp_path):
     cells = [
-        {"arm": arm, "task": task, "length": length, "depth": depth, "exact": 0.25, "log_probability": -1.5}
+        {"arm": arm, "task": task, "length": length, "depth": depth, "found": 0.25, "log_probability": -1.5}
         for arm in ("bf16", "default")
         for task, depths in (("needle", [0.1, 0.9]), ("common-words", [None]))
         for length in (512, 1024)

@@ -35,14 +35,22 @@ def samples(tiny, tiny_text):
     return [make_sample("quote", haystack, length=LENGTH, depth=0.3, tiers=TIERS, seed=0, index=i) for i in range(3)]
 
 
-def _continued(tiny, sample, *, lead=0):
-    """The sample with the model's own greedy continuation as its answer, but for its first tokens."""
+def _written(tiny, sample, count):
+    """So many tokens as greedy decoding writes them after the sample's prompt."""
     row = sample.tokens[: -sample.answer_tokens].tolist()
     start = len(row)
-    for _ in range(lead + sample.answer_tokens):
-        padded = jnp.asarray([row + [0] * (LENGTH + lead - len(row))])
+    for _ in range(count):
+        padded = jnp.asarray([row + [0] * (start + count - len(row))])
         row.append(int(_logits(tiny.decoder, padded)[0, len(row) - 1].argmax()))
-    return dataclasses.replace(sample, tokens=np.asarray(row[:start] + row[start + lead :], np.int32))
+    return row[start:]
+
+
+def _continued(tiny, sample, *, lead=0):
+    """The sample with the model's own greedy continuation as its answer, but for its first tokens."""
+    written = _written(tiny, sample, lead + sample.answer_tokens)
+    return dataclasses.replace(
+        sample, tokens=np.append(sample.tokens[: -sample.answer_tokens], np.int32(written[lead:])).astype(np.int32)
+    )
 
 
 @jax.jit
@@ -69,6 +77,35 @@ def test_each_row_of_a_batch_may_write_its_own_answer_and_eight_tokens_more(tiny
     short = _continued(tiny, dataclasses.replace(samples[1], answer_tokens=2), lead=retrieve.LEAD + 1)
     scores = retrieve.score(tiny, None, [long, short], tiers=TIERS, batch=2, chunk=128, progress=False)
     assert [score.exact for score in scores] == [True, False]
+
+
+def test_what_is_written_ends_at_the_first_stop_token(tiny, samples, monkeypatch):
+    """Behind the answer it leaves the answer; before it, also if another one is behind."""
+    own = _continued(tiny, samples[0], lead=2)
+    written = _written(tiny, samples[0], own.answer_tokens + retrieve.LEAD)
+    behind = next(token for i, token in enumerate(written) if i >= own.answer_tokens + 2 and token not in written[:i])
+    part = tiny.tokenizer.decode(own.tokens[-own.answer_tokens :]).strip()
+    rows = [own, dataclasses.replace(samples[0], parts=(part, "never written"))]
+    found = {}
+    for name, stops in {"none": [], "behind": [behind], "before": [written[0], behind]}.items():
+        monkeypatch.setattr(retrieve, "stop_tokens", lambda tokenizer, stops=stops: frozenset(stops))
+        scores = retrieve.score(tiny, None, rows, tiers=TIERS, batch=2, chunk=128, progress=False)
+        found[name] = [(score.exact, score.found) for score in scores]
+    assert found["none"] == found["behind"] == [(True, 1), (False, 0.5)]
+    assert found["before"] == [(False, 0), (False, 0)]
+
+
+def test_nothing_is_written_beyond_the_context(tiny, samples):
+    """What is written after five tokens counts, but not where only the answer's own tokens fit."""
+    longest = tiny.config.max_position
+    tokens = np.append(np.resize(samples[1].tokens, longest - LENGTH), samples[0].tokens)
+    exact = {}
+    for room in (0, retrieve.LEAD):
+        sample = _continued(tiny, dataclasses.replace(samples[0], tokens=tokens[room:]), lead=5)
+        assert len(sample.tokens) == longest - room
+        [score] = retrieve.score(tiny, None, [sample], tiers=TIERS, chunk=128, progress=False)
+        exact[room] = score.exact
+    assert exact == {0: False, retrieve.LEAD: True}
 
 
 def test_parts_of_a_list_count_one_by_one_and_in_any_order(tiny, samples):
@@ -106,6 +143,7 @@ def test_the_report_pairs_arms_on_the_same_samples(samples):
     assert (pair["arm"], pair["task"], pair["length"], pair["samples"]) == ("naive", "quote", LENGTH, 9)
     assert pair["difference_points"] == pytest.approx(-800 / 9)
     assert pair["mcnemar_p"] == 2 / 2**8
+    assert pair["in_history"] == 1
     assert (pair["found"], pair["baseline_found"]) == (pytest.approx(3 / 9), 1)
     assert pair["found_points"] == pytest.approx(-600 / 9)
     low, high = pair["found_points_interval"]
