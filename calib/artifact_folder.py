@@ -40,8 +40,11 @@ def require_replaceable(path: str | os.PathLike[str]) -> None:
         Busy: another process saves to it.
     """
     path = Path(path).absolute()
-    if path.is_dir():
-        with replacing(path):
+    try:
+        if path.is_dir():
+            _check(path)
+    except (NotReplaceable, FileNotFoundError):
+        with replacing(path):  # says whether a save is under way; only now, for the lock would make one fail
             pass
 
 
@@ -49,17 +52,21 @@ def require_replaceable(path: str | os.PathLike[str]) -> None:
 def replacing(path: Path) -> Iterator[None]:
     """Locks a directory, checks it as `require_replaceable` does, and holds the lock."""
     with _exclusive(path):
-        if (path / PLAN_FILE).is_file():
-            raise NotReplaceable(
-                f"artifact {path}: the folder holds {PLAN_FILE!r}, which would be read as a plan of layers in the "
-                "artifact's place; choose a new or empty folder."
-            )
-        if (child := foreign(path)) is not None:
-            raise NotReplaceable(
-                f"artifact {path}: the folder holds {child.name!r}, which is not an artifact's; choose a new or empty "
-                "folder, or an artifact to replace."
-            )
+        _check(path)
         yield
+
+
+def _check(path: Path) -> None:
+    if (path / PLAN_FILE).is_file():
+        raise NotReplaceable(
+            f"artifact {path}: the folder holds {PLAN_FILE!r}, which would be read as a plan of layers in the "
+            "artifact's place; choose a new or empty folder."
+        )
+    if (child := foreign(path)) is not None:
+        raise NotReplaceable(
+            f"artifact {path}: the folder holds {child.name!r}, which is not an artifact's; choose a new or empty "
+            "folder, or an artifact to replace."
+        )
 
 
 def foreign(path: Path) -> Path | None:

@@ -58,10 +58,11 @@ def _of_layers(codes: TransformCodes, layers: list[int]) -> TransformCodes:
 
 
 def check_average(average_bits: float, least: float) -> None:
-    """Raises ValueError unless it is at least `least`, the bits of history in the smallest size, and at most plain."""
-    if not least <= average_bits <= PLAIN_BITS:
+    """Raises ValueError unless it is at least `least`, the bits of history in the smallest size, and below plain."""
+    if not least <= average_bits < PLAIN_BITS:
         raise ValueError(
-            f"average_bits={average_bits:g}: expected {least:g} (the smallest size) to {PLAIN_BITS:g} (plain)."
+            f"average_bits={average_bits:g}: expected {least:g} (the smallest size) to {PLAIN_BITS:g} (plain), which "
+            "itself needs no plan."
         )
 
 

@@ -75,7 +75,7 @@ def test_at_the_bits_of_equal_layers_narrow_ones_pay_for_wide_ones(planned):
 
 
 def test_an_average_out_of_range_is_refused(planned):
-    for bits in (1.9, 16.1):
+    for bits in (1.9, 16, 16.1):
         with pytest.raises(ValueError, match=r"average_bits=.*: expected 2 \(the smallest size\) to 16 \(plain\)"):
             layer_plan.choose(planned[0].codes, planned[0].costs, bits)
 
